@@ -154,13 +154,14 @@ def vllm_towers(rank: int, sides: dict, checkpoints: list[str]) -> dict[str, lis
     forget(worker)
     results["others wrote it"] += [refit(text, side)]
 
-    worker = loaded(sleeps=True, is_watched=False)
-    results["never slept"] = (
-        [refit(text, VllmModel.from_worker(worker))] if not hasattr(worker, "discard") else []
-    )
-    worker = loaded(sleeps=True, is_watched=False)
-    forget(worker)
-    results["nobody watched"] = [refit(text, VllmModel.from_worker(worker))]
+    for name in ("nobody watched", "never slept", "slept"):
+        worker = loaded(sleeps=True, is_watched=False)
+        if name != "nobody watched" and "discard" in vars(type(worker)):
+            del type(worker).discard  # which this vLLM has not
+        if name == "slept":
+            forget(worker)
+        results[name] = [refit(text, VllmModel.from_worker(worker))]
+    results["has discard"] = hasattr(worker, "discard")
 
     side = VllmModel.from_worker(loaded())
     link = connect(meeting.members, whole, side)
@@ -168,6 +169,31 @@ def vllm_towers(rank: int, sides: dict, checkpoints: list[str]) -> dict[str, lis
     refused = caught(lambda: connect(meeting.members, meeting.broken, side))
     results["beside"] = [refused, caught(lambda: link.refit(verify=True))]
     return results
+
+
+def refused_by_one(rank: int, sides: dict, checkpoints: list[str]) -> list[str]:
+    """What one of two ranks of an engine says of a connection without its tower that the other has taken, but itself
+    fails in an unexpected way; and of the connection there is, which brings the tower."""
+    from reshard.engines.vllm.live import VllmModel
+
+    build, _ = engine_of()
+    members = start(rank, sides)[2]
+    side, model = VllmModel(*build(checkpoints[0], tp=2)), sharded(checkpoints[1], 2)
+    link = connect(members, FsdpModel(model), side)
+    link.refit()
+    take = VllmModel.take_optional
+
+    def fails(self, available) -> None:
+        take(self, available)
+        if rank == 0:
+            raise ValueError("on purpose")
+
+    with patch.object(VllmModel, "take_optional", fails):
+        try:
+            said = caught(lambda: connect(members, TextAlone(model), side))
+        except ValueError as error:
+            said = str(error)
+    return [said, caught(lambda: link.refit(verify=True))]
 
 
 def sglang_towers(rank: int, sides: dict, checkpoints: list[str]) -> dict[str, list]:
@@ -214,6 +240,9 @@ def sglang_towers(rank: int, sides: dict, checkpoints: list[str]) -> dict[str, l
         results[name] = [refit(text, side)]
         release(updater)
         results[name] += [refit(text, side), refit(whole, side), refit(text, side)]
+        release(updater)
+        results[name] += [refit(text, side)]
+        load(updater)
         release(updater)
         results[name] += [refit(text, side)]
 

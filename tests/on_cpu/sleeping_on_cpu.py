@@ -254,15 +254,36 @@ def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str,
 
 
 def mtp_lost(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict[str, object]:
-    """What is said by a trainer without MTP layers of a vLLM that has slept before it was connected; and whether one
-    serves that has slept and loaded its model again, without its drafter."""
+    """Of a vLLM that sleeps before and after a trainer without MTP layers is connected: what is said then, and, once it
+    has loaded its model again, but not its drafter, why it does not serve, and what of the drafter is not as loaded."""
     hf, mcore = checkpoint
     chunks, _ = trainer(flags, mcore)
     members = RefitGroup.of_process_group(timeout=180)
-    worker, module, _, config = with_drafter(hf)
-    guard_of(module, config, just_loaded=True).watch(module, worker)
-    worker.sleep(2), worker.wake_up(["weights"])
-    side = VllmModel.from_worker(worker)
-    said = caught(lambda: connect(members, MegatronModel(chunks), side).refit(verify=True))
-    side.guard.loaded()  # as `reload_weights` does, which loads no drafter
-    return {"said": said, "ready": side.guard.ready, "reason": side.guard.reason}
+    results: dict[str, object] = {}
+    for name in ("before", "after"):
+        worker, module, draft, config = with_drafter(hf)
+        runner = worker.model_runner
+        runner.reset_mm_cache = runner.reset_encoder_cache = lambda: (
+            None
+        )  # which the stand-in for a runner lacks
+        guard_of(module, config, just_loaded=True).watch(module, worker)
+        loaded, links = fingerprint(draft), []
+
+        def join(side: VllmModel, links: list = links) -> None:
+            links.append(connect(members, MegatronModel(chunks), side))
+
+        def sleep(worker=worker) -> None:
+            worker.sleep(2)
+            worker.wake_up(["weights"])
+
+        if name == "before":
+            sleep()
+        side = VllmModel.from_worker(worker)
+        said = [caught(partial(join, side))]
+        if name == "after":
+            sleep()
+        worker.reload_weights()
+        held = fingerprint(draft)
+        wrong = [key for key, _ in draft.named_parameters() if held[key] != loaded[key]]
+        results[name] = *said, side.guard.ready, side.guard.refusal, wrong
+    return results

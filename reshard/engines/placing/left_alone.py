@@ -1,7 +1,7 @@
 """The tensors that a refit leaves alone: which of them are whole, and copies of them on the host. An engine may lose
 tensors, as in sleep, and no trainer of the refit has these."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -49,14 +49,13 @@ class LeftAlone:
     One is whole if a refit has written it to the end, or the engine has loaded it, since it was last lost. One that is
     not is written again from its copy, if that is of what was there last; without one there is nothing to serve.
 
-    `buffers` are the names of those that are no parameters. Those of which `is_kept` is true are lost only where the
-    guard counts losses of buffers, the others wherever it counts losses. An engine loads its model itself, and never
-    its drafter, unless it starts.
+    Those of which `is_kept` is true are lost only where the guard counts losses of buffers, the others wherever it
+    counts losses. Of an engine that has started, what it loads itself and what others write are its model's tensors,
+    and never its drafter's.
     """
 
     def __init__(self, module: torch.nn.Module, guard: Guard, is_kept: Callable[[str], bool]) -> None:
         self.guard, self.is_kept = guard, is_kept
-        self.buffers: Collection[str] = ()
         self._record = _records.setdefault(module, _Record())
 
     def _losses(self, name: str) -> int:
@@ -73,8 +72,8 @@ class LeftAlone:
         written = self._written(name)
         if written is not None:
             return written.losses == self._losses(name)
-        if name in self.buffers or self.is_kept(name):
-            return self._losses(name) == 0
+        if self.is_kept(name):
+            return self.guard.buffer_losses == 0
         if name.startswith(DRAFT):
             return self.guard.was_whole and self.guard.losses == 0
         return self.guard.loaded_at == self.guard.losses
@@ -82,7 +81,7 @@ class LeftAlone:
     def has_copy(self, name: str) -> bool:
         """Return True if there is a copy of what was last there of a tensor."""
         copy = self._record.copies.get(name)
-        return copy is not None and copy.other_writes == self.guard.other_writes
+        return copy is not None and (name.startswith(DRAFT) or copy.other_writes == self.guard.other_writes)
 
     def save(self, tensors: Mapping[str, torch.Tensor], anew: bool) -> None:
         """Copy to the host those of these tensors that are whole; without `anew`, if they have no copies."""
@@ -112,36 +111,36 @@ class LeftAlone:
         self._record.written[name] = _Written(losses, self.guard.loads)
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return those of these names whose tensors are not whole, and have no copies."""
-        return sorted(name for name in names if not self.is_whole(name) and not self.has_copy(name))
+        """Return those of these names whose tensors are not whole, and have no copies; a drafter's first."""
+        lost = (name for name in names if not self.is_whole(name) and not self.has_copy(name))
+        return sorted(lost, key=lambda name: (not name.startswith(DRAFT), name))
 
-    def check(self, names: Iterable[str], load: str, lose: str) -> None:
-        """Raise ReshardError if tensors that no refit is to bring are neither whole nor restored by one. `load` is what
-        loads the model's again, and `lose` what the engine does when it loses tensors."""
+    def check(self, names: Iterable[str], brings_none: bool, load: str, lose: str) -> None:
+        """Raise ReshardError if tensors that no refit is to bring are neither whole nor restored by one.
+
+        `brings_none` if the trainer has nothing of the drafter. `load` is the engine's call that loads its model again;
+        a drafter is there once more when the engine is started, and connected before `lose`.
+        """
         missing = self.missing(names)
         if not missing:
             return
-        engine = self.guard.engine
-        drafter = [name for name in missing if name.startswith(DRAFT)]
-        if drafter:
-            what = "drafter"
-            again = f"start {engine} again, and connect before it {lose}"
-        else:
-            what, again = listed(missing, 2), f"load {load}"
-        it, is_not, was = (
-            ("it", "is not", "was") if drafter or len(missing) == 1 else ("them", "are not", "were")
-        )
-        they = "they" if it == "them" else it
-        written = self._written((drafter or missing)[0])
+        engine, is_drafters = self.guard.engine, missing[0].startswith(DRAFT)
+        is_one = is_drafters or len(missing) == 1
+        it, they, are, were = ("it", "it", "is", "was") if is_one else ("them", "they", "are", "were")
+        written = self._written(missing[0])
         if written is not None and written.losses == HALF_WRITTEN:
             why = f"a refit of {it} failed"
         elif written is None and not self.guard.losses:
             why = f"{they} may have been lost in sleep before reshard was connected"
         else:
-            why = f"{they} {was} lost in sleep"
-        lacks = "has no drafter" if drafter else f"does not bring {it}"
+            why = f"{they} {were} lost in sleep"
+        what, lacks = listed(missing, 2), f"does not bring {it}"
+        again = f"load all weights again ({load})"
+        if is_drafters:
+            what, lacks = "drafter", "has no drafter" if brings_none else f"does not bring all of {it}"
+            again = f"start {engine} again, and connect before {lose}"
         raise ReshardError(
-            f"this {engine}'s {what} {is_not} whole, since {why}, and the trainer {lacks}: refit {it} from a trainer "
+            f"this {engine}'s {what} {are} not whole, since {why}, and the trainer {lacks}: refit {it} from a trainer "
             f"that has {it}, or {again}"
         )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 from reshard.core.extras import importing
 
@@ -109,6 +110,7 @@ class SglangModel(LiveEngine):
         elif compat.moves_experts(arguments):
             self.cannot_switch = "its experts move (EPLB)"
         self._addresses = self.tensor_addresses()
+        self.guard.when_loaded.append(WeakMethod(self._loaded_again))
 
     @staticmethod
     def from_scheduler(scheduler: Any) -> "SglangModel":
@@ -262,24 +264,29 @@ class SglangModel(LiveEngine):
     def _keeps_released(self, name: str) -> bool:
         """Tell whether SGLang keeps a tensor whose memory it releases: it copies the model's buffers, and is not
         refitted if it does not back up its drafter."""
-        return name in self._left.buffers or name.startswith(DRAFT)
+        return name in self._buffers or name.startswith(DRAFT)
 
     def _save_left(self, anew: bool = False) -> None:
         """Copy to the host what a refit leaves alone, if SGLang would lose it as it releases memory."""
-        self._left.buffers = {name for name, (module, key) in self.owners.items() if key in module._buffers}
+        self._buffers = {name for name, (module, key) in self.owners.items() if key in module._buffers}
         if self.arguments.enable_memory_saver and not compat.backs_up_weights(self.arguments):
             tensors = self._left_alone()
             self._left.save(
                 {name: one for name, one in tensors.items() if not self._keeps_released(name)}, anew
             )
 
+    def _loaded_again(self) -> None:
+        """Save what a checkpoint has brought that SGLang has loaded since."""
+        self._save_left(anew=True)
+
     def _check_left_alone(self) -> None:
         """Raise ReshardError if what a refit leaves alone is neither whole nor restored by it."""
         unused = [IDLE] if str(self.arguments.kv_cache_dtype).startswith("fp8") else [IDLE, SCALE_OF_CACHE]
         self._left.check(
             (name for name in self._left_alone() if self.accounts[name] not in unused),
-            "all of its weights again (update_weights_from_disk)",
-            "releases memory",
+            self._declared is None,
+            "update_weights_from_disk",
+            "it releases memory",
         )
 
     # Following what SGLang moves

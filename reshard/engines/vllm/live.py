@@ -43,6 +43,7 @@ from reshard.engines.vllm.requests.core import put_before
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import begin_compiling, find_scales, layers_in_blocks
 from reshard.engines.vllm.weights.drafter import (
+    NO_SHIFTS,
     check_drafter,
     is_mtp,
     own_parameters,
@@ -209,11 +210,17 @@ class VllmModel(LiveEngine):
         self._idle_drafter = {
             name: tensor for name, tensor in everything.named_tensors() if name not in self.tensors
         }
-        self.owners = owners_of(self._modules, self.tensors | self._idle_drafter)
+        tensors = self.tensors | self._idle_drafter
+        self.owners = owners_of(self._modules, tensors)
+        kinds = other_accounts(self._modules, tensors, (), (), ())
+        self._scales_of_cache = {name for name, kind in kinds.items() if kind == SCALE_OF_CACHE}
         self._buffers = frozenset(
             name for name, (module, key) in self.owners.items() if key in module._buffers
         )
         self.accounts = self._account()
+        self._left.end(
+            name for name, account in self.accounts.items() if account == NO_SHIFTS
+        )  # that are zeros now
         self._save_left(anew=True)
         self._addresses = self.tensor_addresses()
         self._follow_experts()
@@ -357,11 +364,14 @@ class VllmModel(LiveEngine):
 
     def _check_left_alone(self) -> None:
         """Raise ReshardError if what a refit leaves alone is neither whole nor restored by it."""
-        scales_matter = str(self.vllm_config.cache_config.cache_dtype).startswith("fp8")
-        names = [
-            name for name in self._left_alone() if scales_matter or self.accounts[name] != SCALE_OF_CACHE
-        ]
-        self._left.check(names, "all of its weights again (reload_weights)", "sleeps at level 2")
+        is_scaled = str(self.vllm_config.cache_config.cache_dtype).startswith("fp8")
+        names = self._left_alone().keys() - (set() if is_scaled else self._scales_of_cache)
+        self._left.check(
+            names,
+            self.served.draft is None,
+            "reload_weights",
+            "a sleep of level 2, with reshard's worker_extension_cls",
+        )
 
     def check_idle(self) -> None:
         """Raise ReshardError if what the refit that begins leaves alone is not whole."""
@@ -429,7 +439,6 @@ class VllmModel(LiveEngine):
 
     def _save_left(self, anew: bool = False) -> None:
         """Copy to the host what a refit leaves alone, if it has memory."""
-        self._left.buffers = self._buffers
         if self._has_memory():
             self._left.save(self._left_alone(), anew)
 
