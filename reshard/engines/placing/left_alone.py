@@ -1,7 +1,7 @@
 """The tensors that a refit leaves alone: which of them are whole, and copies of them on the host. An engine may lose
 tensors, as in sleep, and no trainer of the refit has these."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -49,17 +49,18 @@ class LeftAlone:
     One is whole if a refit has written it to the end, or the engine has loaded it, since it was last lost. One that is
     not is written again from its copy, if that is of what was there last; without one there is nothing to serve.
 
-    Those of which `is_kept` is true are lost only where the guard counts losses of buffers, the others wherever it
-    counts losses. Of an engine that has started, what it loads itself and what others write are its model's tensors,
-    and never its drafter's.
+    Those in `kept` are lost only where the guard counts losses of buffers, the others wherever it counts losses. Of an
+    engine that has started, what it loads itself and what others write are its model's tensors, and never its
+    drafter's.
     """
 
-    def __init__(self, module: torch.nn.Module, guard: Guard, is_kept: Callable[[str], bool]) -> None:
-        self.guard, self.is_kept = guard, is_kept
+    def __init__(self, module: torch.nn.Module, guard: Guard) -> None:
+        self.guard = guard
+        self.kept: Collection[str] = ()
         self._record = _records.setdefault(module, _Record())
 
     def _losses(self, name: str) -> int:
-        return self.guard.buffer_losses if self.is_kept(name) else self.guard.losses
+        return self.guard.buffer_losses if name in self.kept else self.guard.losses
 
     def _written(self, name: str) -> _Written | None:
         """Return when a refit last wrote a tensor; None if it never did, or the engine has loaded it since."""
@@ -72,7 +73,7 @@ class LeftAlone:
         written = self._written(name)
         if written is not None:
             return written.losses == self._losses(name)
-        if self.is_kept(name):
+        if name in self.kept:
             return self.guard.buffer_losses == 0
         if name.startswith(DRAFT):
             return self.guard.was_whole and self.guard.losses == 0

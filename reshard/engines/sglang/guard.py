@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from reshard.core.errors import ReshardError
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.pipeline import call_of
 from reshard.refit.guard import Guard
@@ -59,12 +60,21 @@ def follow_release(release: Callable[..., Any], updater: Any, *args: Any, **kwar
     if guard is not None:
         guard.end_readers()
     result = release(updater, *args, **kwargs)
-    if compat.WEIGHTS in updater.offload_tags and not compat.keeps_released_weights(updater):
-        if guard is not None:
-            guard.lose("no weights since it released their memory")
-        else:
+    if guard is not None and _loses_weights(updater):
+        guard.lose("no weights since it released their memory")
+    elif guard is None:
+        try:
+            is_lost = _loses_weights(updater)
+        except (AttributeError, ReshardError):
+            is_lost = True  # an SGLang that is not connected goes on; what it keeps is not known
+        if is_lost:
             _lost.add(compat.model_of(updater))
     return result
+
+
+def _loses_weights(updater: Any) -> bool:
+    """Tell whether the memory that is released has weights, which do not come back."""
+    return compat.WEIGHTS in updater.offload_tags and not compat.keeps_released_weights(updater)
 
 
 def follow_load(load: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +84,7 @@ def follow_load(load: Callable[..., Any], updater: Any, *args: Any, **kwargs: An
         guard.altered()  # also by a load that fails: SGLang then loads what it started with
     result = load(updater, *args, **kwargs)
     guard = _guards.get(compat.model_of(updater))
-    if result.success:
+    if getattr(result, "success", False):
         _lost.discard(compat.model_of(updater))
         if guard is not None:
             guard.loaded()

@@ -79,7 +79,7 @@ class SglangModel(LiveEngine):
         check_supported(model, arguments)
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self.owners = owners_of(dict(model.named_modules()), self.tensors)
-        self._left = LeftAlone(model, self.guard, self._keeps_released)
+        self._left = LeftAlone(model, self.guard)
         self._drafter = None if draft_worker is None else Drafter(draft_worker, self.tensors)
         self._declared: DeclaredDrafter | None = None  # the drafter that a trainer brings
         located = compat.located_experts(arguments)
@@ -198,6 +198,9 @@ class SglangModel(LiveEngine):
         self.placement, self.regions = placed
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
+        # Of memory that it releases SGLang keeps buffers; and it backs up its drafter, or is not refitted.
+        buffers = {name for name, (module, key) in self.owners.items() if key in module._buffers}
+        self._left.kept = buffers | {name for name in self.accounts if name.startswith(DRAFT)}
         self._save_left(anew=True)
         self.experts: SglangExperts | None = None
         if compat.located_experts(self.arguments) is not None:
@@ -261,19 +264,11 @@ class SglangModel(LiveEngine):
         drafter = {} if self._drafter is None else self._drafter.tensors
         return left_alone(self.tensors | drafter, self.accounts)
 
-    def _keeps_released(self, name: str) -> bool:
-        """Tell whether SGLang keeps a tensor whose memory it releases: it copies the model's buffers, and is not
-        refitted if it does not back up its drafter."""
-        return name in self._buffers or name.startswith(DRAFT)
-
     def _save_left(self, anew: bool = False) -> None:
         """Copy to the host what a refit leaves alone, if SGLang would lose it as it releases memory."""
-        self._buffers = {name for name, (module, key) in self.owners.items() if key in module._buffers}
         if self.arguments.enable_memory_saver and not compat.backs_up_weights(self.arguments):
             tensors = self._left_alone()
-            self._left.save(
-                {name: one for name, one in tensors.items() if not self._keeps_released(name)}, anew
-            )
+            self._left.save({name: tensors[name] for name in tensors.keys() - self._left.kept}, anew)
 
     def _loaded_again(self) -> None:
         """Save what a checkpoint has brought that SGLang has loaded since."""

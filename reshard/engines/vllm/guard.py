@@ -161,17 +161,19 @@ def guard_of(
     """Return the guard of a model that was started with this ``VllmConfig``.
 
     Weights that were loaded are whole. But with sleep mode on they may have been discarded (level
-    2) before the guard watched, unless they were `just_loaded`, or their worker `never_slept`.
+    2) before the guard watched, unless they were `just_loaded`. What no refit brings is whole then also if the worker
+    `never_slept`.
     """
     if model not in _guards:
-        was_whole = just_loaded or never_slept or not config.model_config.enable_sleep_mode
+        model_config = getattr(config, "model_config", None)
+        may_have_slept = bool(getattr(model_config, "enable_sleep_mode", False)) and not just_loaded
         reason = ""
         if config.load_config.load_format == "dummy":
             reason = "dummy weights (load_format='dummy')"
-        elif not was_whole:
+        elif may_have_slept:
             reason = "weights that it may have discarded in sleep before it was connected"
-        model_config = getattr(config, "model_config", None)
         has_encoder = bool(getattr(model_config, "is_multimodal_model", False))
+        was_whole = never_slept or not may_have_slept
         _guards[model] = VllmGuard("vLLM", not reason, reason, was_whole=was_whole, has_encoder=has_encoder)
     return _guards[model]
 

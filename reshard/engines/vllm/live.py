@@ -112,7 +112,7 @@ class VllmModel(LiveEngine):
         self.optional = self._of_drafter | (self._tower.names if self._tower is not None else frozenset())
         self._main_trace: Trace | None = None
         self._adapters: dict[str, VllmAdapter] = {}
-        self._left = LeftAlone(model, self.guard, self._keeps_in_sleep)
+        self._left = LeftAlone(model, self.guard)
         self.decays: dict[str, Decay] = {}
         self._find_tensors(with_drafter=drafts_by_mtp, with_tower=False)
         self.guard.when_loaded.append(WeakMethod(self._loaded_again))
@@ -214,13 +214,15 @@ class VllmModel(LiveEngine):
         self.owners = owners_of(self._modules, tensors)
         kinds = other_accounts(self._modules, tensors, (), (), ())
         self._scales_of_cache = {name for name, kind in kinds.items() if kind == SCALE_OF_CACHE}
-        self._buffers = frozenset(
-            name for name, (module, key) in self.owners.items() if key in module._buffers
-        )
+        drafters = () if keeps_buffers_of_drafters() else DRAFT
+        self._left.kept = {
+            name
+            for name, (module, key) in self.owners.items()
+            if key in module._buffers and not name.startswith(drafters)
+        }
         self.accounts = self._account()
-        self._left.end(
-            name for name, account in self.accounts.items() if account == NO_SHIFTS
-        )  # that are zeros now
+        zeros = [name for name, account in self.accounts.items() if account == NO_SHIFTS]
+        self._left.end(zeros)  # as it has just seen
         self._save_left(anew=True)
         self._addresses = self.tensor_addresses()
         self._follow_experts()
@@ -432,10 +434,6 @@ class VllmModel(LiveEngine):
         """Find the tensors that vLLM has replaced or moved, and where experts are now; see `LiveEngine`."""
         super().refresh_regions()
         self._follow_experts()
-
-    def _keeps_in_sleep(self, name: str) -> bool:
-        """Tell whether vLLM keeps a tensor while it sleeps and discards weights."""
-        return name in self._buffers and (not name.startswith(DRAFT) or keeps_buffers_of_drafters())
 
     def _save_left(self, anew: bool = False) -> None:
         """Copy to the host what a refit leaves alone, if it has memory."""
