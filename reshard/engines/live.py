@@ -1,8 +1,7 @@
 """What engines have in common whose model is a torch module of this process: its tensors by name, and
 following them when the engine replaces or moves them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,18 +9,6 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.placing.accounts import Account, summary
 from reshard.refit.engine import Engine
-
-
-@contextmanager
-def as_before_on_error(engine: Engine) -> Iterator[None]:
-    """Give an engine what it had back where something cannot be taken: others may be connected by that."""
-    kept = {name: dict(value) if type(value) is dict else value for name, value in vars(engine).items()}
-    try:
-        yield
-    except ReshardError:
-        vars(engine).clear()
-        vars(engine).update(kept)
-        raise
 
 
 class LiveEngine(Engine):

@@ -3,7 +3,7 @@ needs from whom."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from threading import Thread
@@ -19,7 +19,7 @@ from reshard.core.gc import gc_paused
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.refit.agreement import agreement_of, check_sides
 from reshard.refit.codecs.makers import maker_for
-from reshard.refit.engine import Engine
+from reshard.refit.engine import Engine, as_before_on_error
 from reshard.refit.holder import Holder
 from reshard.refit.link import Link
 from reshard.refit.lora.connecting import connect_adapter
@@ -71,11 +71,14 @@ def connect(
 
 def _connect(group: RefitGroup, source: Any, destination: Any, options: ConnectOptions) -> Link:
     """Connect two sides, each given as `connect` takes it."""
-    with group.one_call("connect"):
-        return _connected(group, source, destination, options)
+    with group.one_call("connect"), ExitStack() as refused:
+        return _connected(group, source, destination, options, refused)
 
 
-def _connected(group: RefitGroup, source: Any, destination: Any, options: ConnectOptions) -> Link:
+def _connected(
+    group: RefitGroup, source: Any, destination: Any, options: ConnectOptions, refused: ExitStack
+) -> Link:
+    """Connect two sides; `refused` gets what is to be done at last if a member cannot."""
     link: Link | None = None
     receiver: Receiver | None = None
     compiling: Thread | None = None
@@ -88,6 +91,8 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Connec
             with ignored_config_fields(*fields, recorded=True):
                 trainer: Holder | None = _resolve_side(source, Holder, "source", SOURCES)
                 engine: Engine | None = _resolve_side(destination, Engine, "destination", DESTINATIONS)
+                if engine is not None:
+                    refused.enter_context(as_before_on_error(engine))
                 device = _device(trainer, engine)
                 if device.type == "cuda":
                     # The driver's calls need this thread to have the GPU's context, which a new thread lacks.

@@ -21,7 +21,8 @@ computes from them (`drop_caches`), has no moment between two steps at which all
 (`cannot_switch`), or can do without some of them (`optional`, `take_optional`).
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -134,3 +135,18 @@ class Engine(ServedWeights):
         ``tensors``, and the name of the ``first``.
         """
         return []
+
+
+@contextmanager
+def as_before_on_error(engine: Engine) -> Iterator[None]:
+    """Give an engine the attributes back that it had where an error is raised: others may be connected by what it had
+    taken before."""
+    own = vars(engine)
+    before = {name: dict(value) if type(value) is dict else value for name, value in own.items()}
+    try:
+        yield
+    except BaseException:
+        for name in own.keys() - before.keys():
+            del own[name]
+        own.update(before)
+        raise

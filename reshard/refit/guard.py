@@ -10,6 +10,8 @@ from weakref import WeakMethod
 
 from reshard.core.errors import ReshardError
 
+NEVER = -1  # of no count of losses
+
 
 @dataclass
 class Guard:
@@ -19,11 +21,15 @@ class Guard:
     An engine's serving path calls `check_ready` before each run of the model. `reason` completes
     "this `engine` holds" while the weights are not whole. `when_loaded` are methods to call when
     the engine has loaded all weights itself, `readers` those that end who reads the weights for others, before anything
-    writes into them or takes their memory away; their owners may go away. `losses` counts how often
-    weights were lost, `buffer_losses` how often buffers were lost with them. `writes` counts all that may
-    have changed the weights: refits that were begun, losses, and what the engine loaded itself. `since` is the
-    time from which on the weights are not whole. `shared`: requests of this engine run through weights of others, too,
-    as experts of data parallel ones, so that it refuses where those may be half-written.
+    writes into them or takes their memory away; their owners may go away. `since` is the time from which on the
+    weights are not whole. `shared`: requests of this engine run through weights of others, too, as experts of data
+    parallel ones, so that it refuses where those may be half-written.
+
+    `losses` counts how often weights were lost, `buffer_losses` how often buffers were lost with them. `loaded_at` is
+    what `losses` was when the engine last loaded all weights itself, which it has done `loads` times since it started;
+    `NEVER` if the weights may have been lost before the guard was made, which then `was_whole` denies. `writes` counts
+    all that may have changed the weights: refits that were begun, losses, and what others wrote or the engine loaded;
+    `other_writes` the last two.
     """
 
     engine: str
@@ -34,10 +40,17 @@ class Guard:
     readers: list[WeakMethod] = field(default_factory=list)
     losses: int = 0
     buffer_losses: int = 0
+    was_whole: bool = True
+    loads: int = 0
+    loaded_at: int = field(init=False)
     writes: int = 0
+    other_writes: int = 0
     shared: bool = False
     since: float = field(default_factory=time.time)
     _held: tuple[int, bytes, bytes] = (-1, b"", b"")  # `writes`, and the digests
+
+    def __post_init__(self) -> None:
+        self.loaded_at = self.losses if self.was_whole else NEVER
 
     def invalidate(self, reason: str) -> None:
         """Refuse to serve from now on. What is there then is of no version."""
@@ -54,6 +67,7 @@ class Guard:
     def loaded(self) -> None:
         """Serve again: the engine has loaded all weights itself, so no refit has brought them."""
         self.ready, self.version, self.writes = True, None, self.writes + 1
+        self.loads, self.loaded_at, self.other_writes = self.loads + 1, self.losses, self.other_writes + 1
         for method in [reference() for reference in self.when_loaded]:
             if method is not None:
                 method()
@@ -61,7 +75,7 @@ class Guard:
     def altered(self) -> None:
         """Note that others are about to write some weights: they are of no version, and nothing may build on them."""
         self.end_readers()
-        self.version, self.writes = None, self.writes + 1
+        self.version, self.writes, self.other_writes = None, self.writes + 1, self.other_writes + 1
 
     def end_readers(self) -> None:
         """Have nobody read the weights for others from now on: they will be written, or lose their memory."""

@@ -83,6 +83,25 @@ def beside(rank: int, sides: dict, pairs: list) -> dict:
     return results
 
 
+def unwatched(rank: int, sides: dict, pairs: list) -> dict:
+    """What is said of a vLLM that has discarded its weights before anybody watched; and what is wrong once it was
+    refitted with its drafter, and then without."""
+    members = start(rank, sides)[2]
+    expected = of_both(*served(pairs[1])[1:])
+    worker, module, draft = served(pairs[0])
+    worker.vllm_config.model_config.enable_sleep_mode = True
+    forget(worker)
+    side = VllmModel.from_worker(worker)
+    alone, both = source_of(pairs[1])
+    results = {"said": caught(lambda: connect(members, alone, side)), "ready": side.guard.ready}
+    for name, source in (("both", both), ("alone", alone)):
+        link = connect(members, source, side)
+        link.refit(verify=True)
+        link.close()
+        results[name] = differing(module, draft, expected)
+    return results
+
+
 def begun(rank: int, sides: dict, pairs: list, with_drafter: bool) -> bool:
     """Whether a refit that is begun on a new connection, of an engine that serves a version, brings all."""
     is_trainer, is_engine, members = start(rank, sides)

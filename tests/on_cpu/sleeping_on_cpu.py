@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
@@ -249,4 +250,40 @@ def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str,
         worker.wake_up(["weights"])
     results["own"] = len(own)
     results["left"] = [one for one in link.describe()["tensors"] if "drafter" in one["how"]]
+    return results
+
+
+def mtp_lost(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict[str, object]:
+    """Of a vLLM that sleeps before and after a trainer without MTP layers is connected: what is said then, and, once it
+    has loaded its model again, but not its drafter, why it does not serve, and what of the drafter is not as loaded."""
+    hf, mcore = checkpoint
+    chunks, _ = trainer(flags, mcore)
+    members = RefitGroup.of_process_group(timeout=180)
+    results: dict[str, object] = {}
+    for name in ("before", "after"):
+        worker, module, draft, config = with_drafter(hf)
+        runner = worker.model_runner
+        runner.reset_mm_cache = runner.reset_encoder_cache = lambda: (
+            None
+        )  # which the stand-in for a runner lacks
+        guard_of(module, config, just_loaded=True).watch(module, worker)
+        loaded, links = fingerprint(draft), []
+
+        def join(side: VllmModel, links: list = links) -> None:
+            links.append(connect(members, MegatronModel(chunks), side))
+
+        def sleep(worker=worker) -> None:
+            worker.sleep(2)
+            worker.wake_up(["weights"])
+
+        if name == "before":
+            sleep()
+        side = VllmModel.from_worker(worker)
+        said = [caught(partial(join, side))]
+        if name == "after":
+            sleep()
+        worker.reload_weights()
+        held = fingerprint(draft)
+        wrong = [key for key, _ in draft.named_parameters() if held[key] != loaded[key]]
+        results[name] = *said, side.guard.ready, side.guard.refusal, wrong
     return results

@@ -222,6 +222,16 @@ def test_a_drafter_is_the_trainers_after_a_sleep_or_not_served(pairs, tmp_path):
     assert of["left alone after sleep"] == [] or not of["ready"], of
 
 
+def test_a_drafter_that_was_lost_before_anybody_watched_is_not_served(pairs, tmp_path):
+    [of] = of_lost("unwatched", pairs["few tokens"], tmp_path)
+    assert (
+        "drafter is not whole, since it may have been lost in sleep before reshard was connected"
+        in of["said"]
+    )
+    assert not of["ready"] and of["both"] == of["alone"]
+    assert all(name.endswith("_scale") for name in of["both"]), "buffers that are used with a cache in fp8"
+
+
 def test_a_tower_is_the_trainers_after_a_sleep(tmp_path):
     checkpoints = []
     for seed in (0, 1):

@@ -3,7 +3,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -12,33 +11,6 @@ from reshard.engines.placing.rules import PlacedTensors, place_by_trace
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.engines.tracing.views import StoredViews
 from reshard.refit.drafter import DRAFTER, DeclaredDrafter
-
-HALF_WRITTEN = -1
-# Of each drafter that a refit has written: how often its engine's weights had been lost when it was last whole.
-_whole_at: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-
-
-def note_written(module: torch.nn.Module, losses: int = HALF_WRITTEN) -> None:
-    """Note that a refit begins to write a drafter, or, with the `losses` of its engine's guard, that it has written all
-    of it."""
-    _whole_at[module] = losses
-
-
-def is_whole(module: torch.nn.Module, losses: int) -> bool:
-    """Return True if a drafter was written whole, or loaded, since its engine's weights had been lost so often."""
-    return _whole_at.get(module, 0) == losses
-
-
-def check_whole(engine: str, module: torch.nn.Module, losses: int, has_copies: bool) -> None:
-    """Raise ReshardError if a drafter that no refit is to bring is not whole: a refit that failed has written a part of
-    it, or its engine has lost its weights since, and `has_copies` of none."""
-    is_half_written = _whole_at.get(module) == HALF_WRITTEN
-    if is_half_written or not (is_whole(module, losses) or has_copies):
-        why = "a refit of it failed" if is_half_written else "it was lost in sleep"
-        raise ReshardError(
-            f"this {engine}'s drafter is not whole, since {why}, and the trainer has no drafter: refit it from a "
-            f"trainer that has it, or start {engine} again"
-        )
 
 
 def stored_drafter(declared: DeclaredDrafter) -> Canonical:

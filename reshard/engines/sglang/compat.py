@@ -472,7 +472,12 @@ def model_of(updater: Any) -> torch.nn.Module:
 
 def keeps_released_weights(updater: Any) -> bool:
     """Tell whether weights whose memory was released come back with it."""
-    return bool(getattr(resolved(updater.scheduler.server_args), "enable_weights_cpu_backup", False))
+    return backs_up_weights(resolved(updater.scheduler.server_args))
+
+
+def backs_up_weights(arguments: Any) -> bool:
+    """Tell whether SGLang copies weights to the host before it releases their memory, given its ``ServerArgs``."""
+    return bool(getattr(arguments, "enable_weights_cpu_backup", False))
 
 
 def refuse_request(scheduler: Any, request: Any, why: str) -> None:

@@ -7,23 +7,28 @@ puts the functions below around SGLang's own, and these look for the guard of th
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from reshard.core.errors import ReshardError
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.pipeline import call_of
 from reshard.refit.guard import Guard
 
 _guards: WeakKeyDictionary[torch.nn.Module, Guard] = WeakKeyDictionary()
+_lost: WeakSet[torch.nn.Module] = WeakSet()  # models without a guard, whose weights were lost
 
 
 def guard_of(model: torch.nn.Module, load_format: str) -> Guard:
     """Return the guard of a model that SGLang started with this ``load_format``."""
     if model not in _guards:
-        is_dummy = load_format == "dummy"
-        reason = "dummy weights (load_format='dummy')" if is_dummy else ""
-        _guards[model] = Guard("SGLang", not is_dummy, reason)
+        reason = ""
+        if load_format == "dummy":
+            reason = "dummy weights (load_format='dummy')"
+        elif model in _lost:
+            reason = "weights whose memory it released before it was connected"
+        _guards[model] = Guard("SGLang", not reason, reason, was_whole=model not in _lost)
     return _guards[model]
 
 
@@ -55,14 +60,21 @@ def follow_release(release: Callable[..., Any], updater: Any, *args: Any, **kwar
     if guard is not None:
         guard.end_readers()
     result = release(updater, *args, **kwargs)
-    guard = _guards.get(compat.model_of(updater))
-    if (
-        guard is not None
-        and compat.WEIGHTS in updater.offload_tags
-        and not compat.keeps_released_weights(updater)
-    ):
+    if guard is not None and _loses_weights(updater):
         guard.lose("no weights since it released their memory")
+    elif guard is None:
+        try:
+            is_lost = _loses_weights(updater)
+        except (AttributeError, ReshardError):
+            is_lost = True  # an SGLang that is not connected goes on; what it keeps is not known
+        if is_lost:
+            _lost.add(compat.model_of(updater))
     return result
+
+
+def _loses_weights(updater: Any) -> bool:
+    """Tell whether the memory that is released has weights, which do not come back."""
+    return compat.WEIGHTS in updater.offload_tags and not compat.keeps_released_weights(updater)
 
 
 def follow_load(load: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,8 +84,10 @@ def follow_load(load: Callable[..., Any], updater: Any, *args: Any, **kwargs: An
         guard.altered()  # also by a load that fails: SGLang then loads what it started with
     result = load(updater, *args, **kwargs)
     guard = _guards.get(compat.model_of(updater))
-    if guard is not None and result.success:
-        guard.loaded()
+    if getattr(result, "success", False):
+        _lost.discard(compat.model_of(updater))
+        if guard is not None:
+            guard.loaded()
     return result
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 from reshard.core.extras import importing
 
@@ -14,7 +15,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.layout import EngineRank
-from reshard.engines.live import LiveEngine, as_before_on_error, check_towers_loaded, owners_of
+from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
 from reshard.engines.placing.accounts import (
     DERIVED,
     LEFT_ALONE,
@@ -25,7 +26,7 @@ from reshard.engines.placing.accounts import (
     account_for,
 )
 from reshard.engines.placing.blocks import counted, find_scales, served_in_blocks
-from reshard.engines.placing.drafter import check_whole, note_written
+from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower, find_tower
@@ -33,7 +34,7 @@ from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.weights.blocks import layers_in_blocks
 from reshard.engines.sglang.weights.derived import DerivedTensors
-from reshard.engines.sglang.weights.drafter import AS_LOADED, DRAFT, Drafter
+from reshard.engines.sglang.weights.drafter import AS_LOADED, Drafter
 from reshard.engines.sglang.weights.layout import check_family
 from reshard.engines.sglang.weights.moved_experts import SglangExperts
 from reshard.engines.sglang.weights.names import SGLANG
@@ -78,6 +79,7 @@ class SglangModel(LiveEngine):
         check_supported(model, arguments)
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self.owners = owners_of(dict(model.named_modules()), self.tensors)
+        self._left = LeftAlone(model, self.guard)
         self._drafter = None if draft_worker is None else Drafter(draft_worker, self.tensors)
         self._declared: DeclaredDrafter | None = None  # the drafter that a trainer brings
         located = compat.located_experts(arguments)
@@ -108,6 +110,7 @@ class SglangModel(LiveEngine):
         elif compat.moves_experts(arguments):
             self.cannot_switch = "its experts move (EPLB)"
         self._addresses = self.tensor_addresses()
+        self.guard.when_loaded.append(WeakMethod(self._loaded_again))
 
     @staticmethod
     def from_scheduler(scheduler: Any) -> "SglangModel":
@@ -149,18 +152,17 @@ class SglangModel(LiveEngine):
         if drafter is None:
             if declared is not None:
                 raise no_drafter_error(self.engine, "drafts by no other model", declared)
-            return
-        if declared is None:
+        elif declared is None:
             drafter.check_left_alone(self.arguments)
-            check_whole(self.engine, drafter.module, self.guard.losses, has_copies=True)  # SGLang's own
         else:
             declared.check_config(compat.config_of_drafter(drafter.worker), self.engine)
-        if declared != self._declared:
+        if drafter is not None and declared != self._declared:
             main = {name: one for name, one in self.tensors.items() if not name.startswith(DRAFT)}
-            with as_before_on_error(self):
-                self._declared = declared
-                self._drafter = Drafter(drafter.worker, main)  # SGLang may have replaced some
-                self._take_places(self._with_tower)
+            self._declared = declared
+            self._drafter = Drafter(drafter.worker, main)  # SGLang may have replaced some
+            self._take_places(self._with_tower)
+        if not self.optional:  # else there is more to take
+            self._check_left_alone()
 
     @property
     def taken(self) -> object:
@@ -179,6 +181,7 @@ class SglangModel(LiveEngine):
             self._check_tower_loaded()
         if with_tower != self._with_tower:
             self._take_places(with_tower)
+        self._check_left_alone()
 
     def _take_places(self, with_tower: bool) -> None:
         """Let a refit write where the language model lies, and if it is to bring them too, the parts beside it."""
@@ -195,6 +198,10 @@ class SglangModel(LiveEngine):
         self.placement, self.regions = placed
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
+        # Of memory that it releases SGLang keeps buffers; and it backs up its drafter, or is not refitted.
+        buffers = {name for name, (module, key) in self.owners.items() if key in module._buffers}
+        self._left.kept = buffers | {name for name in self.accounts if name.startswith(DRAFT)}
+        self._save_left(anew=True)
         self.experts: SglangExperts | None = None
         if compat.located_experts(self.arguments) is not None:
             if self.blocks:
@@ -250,6 +257,33 @@ class SglangModel(LiveEngine):
             return accounts | dict.fromkeys(self._drafter.tensors, AS_LOADED)
         return accounts | dict.fromkeys((name for name in brought if name.startswith(DRAFT)), OF_DRAFTER)
 
+    # What is left alone
+
+    def _left_alone(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that a refit leaves alone, by name."""
+        drafter = {} if self._drafter is None else self._drafter.tensors
+        return left_alone(self.tensors | drafter, self.accounts)
+
+    def _save_left(self, anew: bool = False) -> None:
+        """Copy to the host what a refit leaves alone, if SGLang would lose it as it releases memory."""
+        if self.arguments.enable_memory_saver and not compat.backs_up_weights(self.arguments):
+            tensors = self._left_alone()
+            self._left.save({name: tensors[name] for name in tensors.keys() - self._left.kept}, anew)
+
+    def _loaded_again(self) -> None:
+        """Save what a checkpoint has brought that SGLang has loaded since."""
+        self._save_left(anew=True)
+
+    def _check_left_alone(self) -> None:
+        """Raise ReshardError if what a refit leaves alone is neither whole nor restored by it."""
+        unused = [IDLE] if str(self.arguments.kv_cache_dtype).startswith("fp8") else [IDLE, SCALE_OF_CACHE]
+        self._left.check(
+            (name for name in self._left_alone() if self.accounts[name] not in unused),
+            self._declared is None,
+            "update_weights_from_disk",
+            "it releases memory",
+        )
+
     # Following what SGLang moves
 
     def refresh_regions(self) -> None:
@@ -284,7 +318,9 @@ class SglangModel(LiveEngine):
     # A refit
 
     def check_idle(self) -> None:
-        """Raise ReshardError while requests run: their keys and values are of earlier weights."""
+        """Raise ReshardError while requests run, whose keys and values are of earlier weights, and if what the refit
+        that begins leaves alone is not whole."""
+        self._check_left_alone()
         call = pipeline.call_of(self.scheduler)
         if call is None:
             compat.check_idle(self.scheduler)
@@ -293,19 +329,19 @@ class SglangModel(LiveEngine):
 
     def begin(self) -> None:
         """Refuse to serve until `end`."""
+        self._save_left()
         super().begin()
-        if self._drafter is not None and self._declared is not None:
-            note_written(self._drafter.module)
+        self._left.begin(self.tensors.keys() - self._left_alone().keys())
 
     def end(self, version: int) -> None:
         """Serve again, with weights of this version."""
-        if self._drafter is not None and self._declared is not None:
-            note_written(self._drafter.module, self.guard.losses)
+        self._left.end(self.tensors.keys() - self._left_alone().keys())
         self._on_scheduler(partial(self.guard.refitted, version))
 
     def update_derived(self) -> None:
-        """Let SGLang derive matrices from the new weights: while the GPU still copies, so that it does not add to a
-        refit's time."""
+        """Write what SGLang has lost and no trainer has, and let it derive matrices from the new weights: while the GPU
+        still copies, so that it does not add to a refit's time."""
+        self._left.restore(self._left_alone())
         self.derived.update()
         if self._drafter is not None and self._declared is not None:
             self._drafter.update()

@@ -69,6 +69,21 @@ def draft_load_format(config: Any) -> str:
     return str((own or config.load_config).load_format)
 
 
+def never_slept(worker: Any) -> bool:
+    """Tell whether a worker has certainly never slept, which vLLM shows from 0.26 on; and has no other way to discard
+    its weights."""
+    return getattr(worker, "_sleep_mode_backend", False) is None and not hasattr(worker, "discard")
+
+
+def keeps_buffers_of_drafters() -> bool:
+    """Tell whether vLLM keeps a drafter's buffers in sleep, as it does those of the model."""
+    with known("does not say its version as it did"):
+        from vllm import __version_tuple__
+
+        major, minor = __version_tuple__[:2]
+    return (int(major), int(minor)) >= (0, 32)
+
+
 def expert_moves(worker: Any) -> list[Any]:
     """Return the states of the moves of experts by their load (EPLB), of a worker's model and its drafter, that vLLM
     carries out in the background now: ``rebalanced`` until they end, ``pending_result`` once a layer is copied."""

@@ -155,21 +155,26 @@ class VllmGuard(Guard):
 _guards: WeakKeyDictionary[torch.nn.Module, VllmGuard] = WeakKeyDictionary()
 
 
-def guard_of(model: torch.nn.Module, config: Any, just_loaded: bool = False) -> VllmGuard:
+def guard_of(
+    model: torch.nn.Module, config: Any, just_loaded: bool = False, never_slept: bool = False
+) -> VllmGuard:
     """Return the guard of a model that was started with this ``VllmConfig``.
 
     Weights that were loaded are whole. But with sleep mode on they may have been discarded (level
-    2) before the guard watched, unless they were `just_loaded`.
+    2) before the guard watched, unless they were `just_loaded`. What no refit brings is whole then also if the worker
+    `never_slept`.
     """
     if model not in _guards:
+        model_config = getattr(config, "model_config", None)
+        may_have_slept = bool(getattr(model_config, "enable_sleep_mode", False)) and not just_loaded
         reason = ""
         if config.load_config.load_format == "dummy":
             reason = "dummy weights (load_format='dummy')"
-        elif config.model_config.enable_sleep_mode and not just_loaded:
+        elif may_have_slept:
             reason = "weights that it may have discarded in sleep before it was connected"
-        model_config = getattr(config, "model_config", None)
         has_encoder = bool(getattr(model_config, "is_multimodal_model", False))
-        _guards[model] = VllmGuard("vLLM", not reason, reason, has_encoder=has_encoder)
+        was_whole = never_slept or not may_have_slept
+        _guards[model] = VllmGuard("vLLM", not reason, reason, was_whole=was_whole, has_encoder=has_encoder)
     return _guards[model]
 
 

@@ -12,10 +12,10 @@ with importing("vllm"):
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
-from reshard.engines.live import LiveEngine, as_before_on_error, check_towers_loaded, owners_of
-from reshard.engines.placing.accounts import LEFT_ALONE, OF_DRAFTER, Account, account_for
+from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
+from reshard.engines.placing.accounts import LEFT_ALONE, OF_DRAFTER, SCALE_OF_CACHE, Account, account_for
 from reshard.engines.placing.blocks import counted, served_in_blocks
-from reshard.engines.placing.drafter import check_whole, is_whole, note_written
+from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
@@ -30,6 +30,8 @@ from reshard.engines.vllm.compat import (
     drafts_on_last_stage,
     driver_worker,
     in_config,
+    keeps_buffers_of_drafters,
+    never_slept,
 )
 from reshard.engines.vllm.guard import VllmGuard, guard_of
 from reshard.engines.vllm.layers import is_rearranged
@@ -42,6 +44,7 @@ from reshard.engines.vllm.requests.core import put_before
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import begin_compiling, find_scales, layers_in_blocks
 from reshard.engines.vllm.weights.drafter import (
+    NO_SHIFTS,
     check_drafter,
     is_mtp,
     own_parameters,
@@ -50,12 +53,11 @@ from reshard.engines.vllm.weights.drafter import (
     without_shifts,
 )
 from reshard.engines.vllm.weights.exchanged import exchange, exchanged_layers
-from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
 from reshard.engines.vllm.weights.moved_experts import VllmExperts, leave_where_they_are, moves_experts
 from reshard.engines.vllm.weights.rank import rank_of
-from reshard.engines.vllm.weights.served import DRAFT, Served
+from reshard.engines.vllm.weights.served import Served
 from reshard.engines.vllm.weights.sinks import are_stale, widen_in_place, widened_sinks
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
@@ -93,7 +95,7 @@ class VllmModel(LiveEngine):
         self.match_vllm_rounding = match_vllm_rounding
         # Before anything can fail: an engine that cannot be connected must not serve dummy weights
         # either.
-        self.guard = guard_of(model, config)
+        self.guard = guard_of(model, config, never_slept=never_slept(worker))
         parallel = config.parallel_config
         self.guard.shared = parallel.data_parallel_size > 1 and parallel.enable_expert_parallel
         self.guard.watch(model, worker)
@@ -113,7 +115,7 @@ class VllmModel(LiveEngine):
         self.optional = self._of_drafter | (self._tower.names if self._tower is not None else frozenset())
         self._main_trace: Trace | None = None
         self._adapters: dict[str, VllmAdapter] = {}
-        self._kept = KeptTensors(self.guard)
+        self._left = LeftAlone(model, self.guard)
         self.decays: dict[str, Decay] = {}
         self._find_tensors(with_drafter=drafts_by_mtp, with_tower=False)
         self.guard.when_loaded.append(WeakMethod(self._loaded_again))
@@ -211,12 +213,20 @@ class VllmModel(LiveEngine):
         self._idle_drafter = {
             name: tensor for name, tensor in everything.named_tensors() if name not in self.tensors
         }
-        self.owners = owners_of(self._modules, self.tensors | self._idle_drafter)
-        self._buffers = frozenset(
-            name for name, (module, key) in self.owners.items() if key in module._buffers
-        )
+        tensors = self.tensors | self._idle_drafter
+        self.owners = owners_of(self._modules, tensors)
+        kinds = other_accounts(self._modules, tensors, (), (), ())
+        self._scales_of_cache = {name for name, kind in kinds.items() if kind == SCALE_OF_CACHE}
+        drafters = () if keeps_buffers_of_drafters() else DRAFT
+        self._left.kept = {
+            name
+            for name, (module, key) in self.owners.items()
+            if key in module._buffers and not name.startswith(drafters)
+        }
         self.accounts = self._account()
-        self._save_kept()
+        zeros = [name for name, account in self.accounts.items() if account == NO_SHIFTS]
+        self._left.end(zeros)  # as it has just seen
+        self._save_left(anew=True)
         self._addresses = self.tensor_addresses()
         self._follow_experts()
 
@@ -356,26 +366,34 @@ class VllmModel(LiveEngine):
             raise no_drafter_error(self.engine, serves, declared)
         if declared is None and self.draft is not None and self._has_separate_drafter:
             check_drafter(self.draft, self.vllm_config, "the trainer has no drafter")
-            self._check_whole_drafter()
         if declared is not None:
             config = self.vllm_config.speculative_config.draft_model_config.hf_config
             declared.check_config(config.to_dict(), "vLLM")
         if declared != self._declared:
-            with as_before_on_error(self):
-                self._declared = declared
-                self._find_tensors(declared is not None, self._with_tower)
+            self._declared = declared
+            self._find_tensors(declared is not None, self._with_tower)
+        if not self.optional:  # else there is more to take
+            self._check_left_alone()
 
-    def _check_whole_drafter(self) -> None:
-        """Raise ReshardError if a drafter that is a model of its own is neither whole nor restored by a refit."""
-        assert self.draft is not None
-        has_copies = self._kept.has(self.drafter_tensors())
-        check_whole(self.engine, self.draft, self.guard.losses, has_copies)
+    def _left_alone(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that a refit leaves alone, by name."""
+        return left_alone(self.tensors | self._idle_drafter, self.accounts)
+
+    def _check_left_alone(self) -> None:
+        """Raise ReshardError if what a refit leaves alone is neither whole nor restored by it."""
+        is_scaled = str(self.vllm_config.cache_config.cache_dtype).startswith("fp8")
+        names = self._left_alone().keys() - (set() if is_scaled else self._scales_of_cache)
+        self._left.check(
+            names,
+            self.served.draft is None,
+            "reload_weights",
+            "a sleep of level 2, with reshard's worker_extension_cls",
+        )
 
     def check_idle(self) -> None:
-        """Raise ReshardError if a drafter is not whole that the refit which begins leaves alone."""
+        """Raise ReshardError if what the refit that begins leaves alone is not whole."""
         super().check_idle()
-        if self._has_separate_drafter and self._declared is None:
-            self._check_whole_drafter()
+        self._check_left_alone()
 
     def disconnect(self) -> None:
         """Nothing: the next connection says anew what it brings."""
@@ -401,6 +419,7 @@ class VllmModel(LiveEngine):
         with_drafter = bool(of_drafter) or self._declared is not None
         if (with_drafter, of_tower) != (self.served.draft is not None, self._with_tower):
             self._find_tensors(with_drafter, of_tower)
+        self._check_left_alone()
 
     def _check_tower_loaded(self) -> None:
         """Raise ReshardError if the parts beside the language model are dummy weights, which no refit brings."""
@@ -431,29 +450,22 @@ class VllmModel(LiveEngine):
         super().refresh_regions()
         self._follow_experts()
 
-    def _save_kept(self) -> None:
+    def _save_left(self, anew: bool = False) -> None:
         """Copy to the host what a refit leaves alone, if it has memory."""
-        self._kept.has_parameters = False
         if self._has_memory():
-            tensors = self.tensors | self._idle_drafter
-            is_drafter_whole = self.draft is None or is_whole(self.draft, self.guard.losses)
-            self._kept.save(tensors, self._buffers, self._idle_drafter, self.accounts, is_drafter_whole)
+            self._left.save(self._left_alone(), anew)
 
     def _loaded_again(self) -> None:
         """Save what a checkpoint has brought that vLLM has loaded since: the model alone, so that a drafter has to be
         whole."""
-        if (
-            self._has_separate_drafter
-            and self.draft is not None
-            and not is_whole(self.draft, self.guard.losses)
-        ):
-            if self._kept.has(self.drafter_tensors()):
-                self._kept.restore_all(self._idle_drafter)
-                note_written(self.draft, self.guard.losses)
-            else:
-                self.guard.invalidate("a drafter that is not whole, which vLLM does not load with its model")
+        tensors = self.tensors | self._idle_drafter
+        drafter = {name: tensor for name, tensor in tensors.items() if name.startswith(DRAFT)}
+        if self._left.missing(drafter):
+            self.guard.invalidate("a drafter that is not whole, which vLLM does not load with its model")
+        else:
+            self._left.restore(drafter)
         self.reloads.keep_inputs()
-        self._save_kept()
+        self._save_left(anew=True)
         self._follow_experts()
         if self.experts is not None and self.placement is not self.experts.moved.as_loaded:
             self.guard.lose(
@@ -473,17 +485,13 @@ class VllmModel(LiveEngine):
         """Refuse to serve until `end`."""
         if self.experts is not None:
             leave_where_they_are(self.worker, self.timeout)
-        if self.guard.ready and not self._kept.has_parameters:
-            self._save_kept()
+        self._save_left()
         super().begin()
-        if self._declared is not None and self.draft is not None:
-            note_written(self.draft)
-            self._kept.forget(self.drafter_tensors())
+        self._left.begin(self.tensors.keys() - self._left_alone().keys())
 
     def end(self, version: int) -> None:
         """Serve again, with weights of this version."""
-        if self._declared is not None and self.draft is not None:
-            note_written(self.draft, self.guard.losses)
+        self._left.end(self.tensors.keys() - self._left_alone().keys())
         super().end(version)
 
     def process_round(self, index: int) -> None:
@@ -499,7 +507,7 @@ class VllmModel(LiveEngine):
     def update_derived(self) -> None:
         """Write what vLLM has lost and no trainer has, and let vLLM derive matrices and sinks from the
         new weights."""
-        self._kept.restore(self.tensors | self._idle_drafter, self._buffers, self.accounts)
+        self._left.restore(self._left_alone())
         for attention in self.attentions.values():
             derive_in_place(attention)
         for widened in self.sinks.values():

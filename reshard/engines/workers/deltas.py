@@ -29,7 +29,7 @@ from reshard.device.staging import row_view
 from reshard.digests.numbers import seed_of
 from reshard.engines.workers.placed import Placed, PlacedDeltas, State, state_of
 from reshard.refit.copying.copies import wait_for_device
-from reshard.refit.engine import Engine
+from reshard.refit.engine import Engine, as_before_on_error
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import EXACT
 from reshard.storage.io.files import OpenFiles
@@ -91,18 +91,23 @@ class EngineDeltas:
         """
         self.close()
         self.chain, self.session, self.is_written, self.wrote = Chain(place), session, False, False
-        base = self.chain.base
+        with as_before_on_error(self.engine):
+            self._take(self.chain)
+        return self.chain
+
+    def _take(self, chain: Chain) -> None:
+        """Have the engine take what a chain has, and find the boxes of that."""
+        tensors = chain.base.tensors
         self.engine.take_facts({})  # a chain is of the model alone
         if self.engine.optional:
-            self.engine.take_optional(self.engine.optional & base.tensors.keys())
+            self.engine.take_optional(self.engine.optional & tensors.keys())
         self.found, self.boxes = state_of(self.engine), {}
         for identity, tensor in self.engine.placement.tensors.items():
             region = self.engine.regions[identity]
             for part in tensor.parts:
-                self._check(part.name, region, base.tensors.get(part.name))
+                self._check(part.name, region, tensors.get(part.name))
                 held = HeldBox(part.box, region, Rows.of(part.local_box))
                 self.boxes.setdefault(part.name, []).append(held)
-        return self.chain
 
     def _check(self, name: str, region: Region, info: TensorInfo | None) -> None:
         assert self.chain is not None

@@ -13,6 +13,7 @@ from reshard.device.memory import Region, same_bits
 from reshard.engines.live import owners_of
 from reshard.engines.placing.accounts import LEFT_ALONE, Account
 from reshard.engines.placing.drafter import place_drafter, stored_drafter, unchanged
+from reshard.engines.placing.left_alone import DRAFT
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.weights.names import SGLANG
@@ -21,7 +22,6 @@ from reshard.engines.sglang.weights.traced import trace_model
 from reshard.engines.tracing.trace import Trace
 from reshard.refit.drafter import DRAFTER, DeclaredDrafter
 
-DRAFT = "draft."  # begins the names of its tensors
 AS_LOADED = Account(LEFT_ALONE, "of the drafter, as it was loaded")
 
 

@@ -11,13 +11,14 @@ from reshard.core.views import tensor_of
 from reshard.engines.layout import outer_rows
 from reshard.engines.placing.accounts import LEFT_ALONE, Account
 from reshard.engines.placing.drafter import place_drafter, shared_error, stored_drafter, unchanged
+from reshard.engines.placing.left_alone import DRAFT
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.tracing.canonical import mtp_names
 from reshard.engines.tracing.trace import Trace
 from reshard.engines.tracing.views import StoredViews
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.names import VLLM
-from reshard.engines.vllm.weights.served import DRAFT, Served
+from reshard.engines.vllm.weights.served import Served
 from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.engines.vllm.weights.supported import loading_method
 from reshard.models.model import Model

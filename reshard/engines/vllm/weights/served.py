@@ -5,10 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from reshard.engines.placing.left_alone import DRAFT
 from reshard.engines.vllm.adapters.wrappers import without_adapters
-
-# The prefix of a drafter's modules and tensors, as in vLLM itself from 0.33 on.
-DRAFT = "draft."
 
 
 class Served:
