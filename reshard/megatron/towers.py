@@ -150,6 +150,7 @@ def _of_modules(holder: TowerHolder, shapes: Mapping[str, tuple[int, ...]]) -> I
 
 def _of_layers(tower: Tower, config: Mapping[str, Any], where: str) -> Iterator[Parameter]:
     """Yield the parameters of a tower of Megatron's layers."""
+    config = tower.filled(config)
     sizes = tower.sizes_of(config, where)
     if sizes["H"] % sizes[tower.heads]:
         raise ReshardError(f"{where}: the heads of vision_config do not divide its hidden_size")

@@ -94,6 +94,7 @@ class Tower:
     def shapes(self, config: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tower's tensors by a whole ``config.json``, by their published names, in the order
         of these, as files have them."""
+        config = self.filled(config)
         sizes = self.sizes_of(config, where)
         shapes = {
             prefix + row.name: shape_of(row.shape, sizes)
@@ -217,7 +218,8 @@ WINDOWED = Tower(
         "depth": 32, "num_heads": 16, "hidden_act": "silu", "window_size": 112, "tokens_per_second": 4,
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
-    {},
+    # Which published configs have beside those that the class reads.
+    {"in_chans": "in_channels", "spatial_patch_size": "patch_size"},
 )  # fmt: skip
 MOONVIT = Tower(
     {
@@ -267,6 +269,7 @@ def lacking_of_tower(tower: str, config: Mapping[str, Any], names: Collection[st
     None are known to be missing where all have other names than published ones, as some programs write them.
     """
     blocks = TOWERS[tower].blocks if tower else ()
+    config = TOWERS[tower].filled(config) if tower else config
     expected = [prefix + row.name for block in blocks for prefix, row in named(block, config)]
     lacking = [name for name in expected if name not in names]
     return [] if names and len(lacking) == len(expected) else lacking

@@ -88,8 +88,7 @@ def different_towers(a: Mapping[str, Any], b: Mapping[str, Any], tower: Tower) -
         known = False
     if known:
         a, b = (full_config(name, config, "the config") for config in (a, b))
-    else:
-        a, b = tower.filled(a), tower.filled(b)
+    a, b = tower.filled(a), tower.filled(b)
     different = {
         field: values
         for field, values in _differing(a, b).items()

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from reshard import MegatronLayout, check, diff, digest, hf_to_mcore, inspect, mcore_to_hf, mcore_to_mcore
 from reshard.models.model import Model
 from reshard.models.saved_tensors import saved_tensors
-from reshard.models.towers import TOWERS
+from reshard.models.towers import TOWERS, lacking_of_tower
 from reshard.models.without_table import different_towers
 from tests import install_sglang_cpu
 from tests.megatron.test_logits import PP, TP, flags_at
+from tests.models.test_configs import CONFIGS
 from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.storage.test_wrapped import kimi_k25, published, qwen3_vl
@@ -205,6 +206,26 @@ def test_a_field_that_repeats_what_the_language_models_config_says_makes_no_othe
     assert different_towers(config | {"hidden_size": own + 1}, config, tower) == {
         "hidden_size": (own + 1, None)
     }
+
+
+def test_a_tower_whose_config_is_as_of_larger_qwen2_5_vls_is_the_same():
+    """They are published without what the class has by default, and with what it does not read."""
+    published = json.loads(json.dumps(CONFIGS["Qwen/Qwen2.5-VL-7B-Instruct"]))
+    short = published | {
+        "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
+    }
+    tower = TOWERS["windowed"]
+    names = tower.shapes(published, "config.json")
+    assert len(names) == 390 and tower.shapes(short, "config.json") == names
+    some = [name for name in names if not name.startswith("visual.blocks.1.")]
+    assert lacking_of_tower("windowed", short, names) == []
+    assert len(lacking_of_tower("windowed", short, some)) == 12
+    short["vision_config"]["tokens_per_second"] = 2  # of which the class has another
+    assert different_towers(short, published, tower) == {} == different_towers(published, short, tower)
+    short["vision_config"]["in_channels"] = 4
+    assert different_towers(short, published, tower).keys() == {
+        "vision_config.in_channels", "vision_config.in_chans"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WITH_TOWER)

@@ -18,6 +18,7 @@ from reshard.engines.tracing.trace import Trace
 from reshard.engines.tracing.views import StoredViews
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.names import VLLM
+from reshard.engines.vllm.quantized.layers import instead_of, is_processed_again, kernel_of
 from reshard.engines.vllm.weights.served import Served
 from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.engines.vllm.weights.supported import loading_method
@@ -123,6 +124,11 @@ def place_separate(
             raise ReshardError(
                 f"{name} serves from weights that vLLM's {method} has changed, which a refit cannot write: serve the "
                 f"drafter in bf16, or give the trainer's model without it"
+            )
+        if name.startswith(DRAFT) and is_processed_again(module):
+            raise ReshardError(
+                f"vLLM arranges {name} for {kernel_of(module)} after loading, which a refit of a drafter does not "
+                f"follow: {instead_of(module)}, or give the trainer's model without it"
             )
     own = own_parameters(served)
     held = {id(one) for one in own.values()}
