@@ -174,6 +174,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.colocate and (options.trainers, options.engine_tp) != (1, 1):
         parser.error("--colocate shares one GPU: give --trainers 1 --engine-tp 1")
+    if options.lose is not None and not 0 <= options.lose < options.steps:
+        parser.error(f"--lose {options.lose} is none of the steps 0 to {options.steps - 1}")
     if options.colocate and options.lose is not None:
         parser.error("--lose starts an engine beside a trainer with weights: leave out --colocate")
     from reshard import read_model

@@ -58,10 +58,11 @@ def is_closed(url: str, timeout: float = 5.0) -> bool:
     also where the host does not answer."""
     at = urlsplit(url)
     try:
-        socket.create_connection((at.hostname or "", at.port or 80), timeout).close()
+        port = at.port or (443 if at.scheme == "https" else 80)
+        socket.create_connection((at.hostname or "", port), timeout).close()
     except ConnectionRefusedError:
-        return True
-    except OSError:
+        return bool(at.hostname)
+    except (OSError, ValueError):  # a port that is none
         pass
     return False
 

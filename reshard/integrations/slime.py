@@ -189,6 +189,7 @@ class RefitWeights:
             options.check_not_begun("RESHARD_BEGIN in --train-env-vars", why)
         self._sync = BegunSync(options)
         self._left_out: set[Any] = set()  # actors of engines that were dead, as slime's monitor finds later
+        self._urls: dict[Any, str] = {}  # of their servers, by actor, on the first rank
 
     def connect_rollout_engines(
         self, rollout_engines: Any, rollout_engine_lock: Any, engine_gpu_counts: Any = None, **_: Any
@@ -202,12 +203,26 @@ class RefitWeights:
         ]
         self.rollout_engines = [engine for engine in engines if engine.actor not in self._left_out]
         if is_replaced(self.args):
-            on_first_rank(self._find_servers, get_gloo_group())
+            dead, why = on_first_rank(self._find_servers, get_gloo_group())
+            if why:
+                raise ReshardError(why)
+            self._leave_out(dead, "its process has died")
 
-    def _find_servers(self) -> None:
-        urls = ray.get([engine.actor.get_url.remote() for engine in self.rollout_engines])
-        for engine, url in zip(self.rollout_engines, urls, strict=True):
-            engine.url = url
+    def _find_servers(self) -> tuple[list[str], str]:
+        """Ask the engines that are new where their servers are. Return the names of those whose process has died, and
+        why others do not say it."""
+        new = {engine.name: engine for engine in self.rollout_engines if engine.actor not in self._urls}
+        calls = {name: engine.actor.get_url.remote().future() for name, engine in new.items()}
+        errors = Calls(calls).errors(self._sync.options.timeout)
+        dead = [name for name in errors if calls[name].done() and _has_died(calls[name].exception())]
+        self._urls |= {
+            engine.actor: calls[name].result() for name, engine in new.items() if name not in errors
+        }
+        for engine in self.rollout_engines:
+            engine.url = self._urls.get(engine.actor, "")
+        for name in dead:
+            new[name].end()
+        return dead, _said_in("get_url", {name: error for name, error in errors.items() if name not in dead})
 
     def disconnect_rollout_engines(self) -> None:
         """Forget the connection, before slime ends its process groups."""
@@ -251,8 +266,13 @@ class RefitWeights:
         if not is_replaced(self.args):
             return False
         dead = on_first_rank(self._end_dead, get_gloo_group())
+        self._leave_out(dead, why)
+        return bool(dead)
+
+    def _leave_out(self, dead: list[str], why: str) -> None:
+        """Leave out the engines of these names, if any. Raises ReshardError if no engine is left."""
         if not dead:
-            return False
+            return
         self._sync.close()
         self._left_out |= {engine.actor for engine in self.rollout_engines if engine.name in dead}
         self.rollout_engines = [engine for engine in self.rollout_engines if engine.name not in dead]
@@ -260,7 +280,6 @@ class RefitWeights:
             raise ReshardError(f"all engines of the rollout are dead: {why}")
         if dist.get_rank() == 0:
             log.warning("%s is dead, and left out until slime replaces it: %s", listed(dead), why)
-        return True
 
     def _end_dead(self) -> list[str]:
         """End the engines whose servers no longer listen; return their names. Waits some seconds for the first."""
@@ -296,11 +315,21 @@ class RefitWeights:
             return Calls(calls).errors(self._sync.options.timeout)
 
         failed = on_first_rank(ask, get_gloo_group())
-        why = listed([f"{name} has failed in {method}: {error}" for name, error in failed.items()], 1)
-        if failed and self._leave_out_dead(why):
-            failed = {engine.name: why for engine in self.rollout_engines if engine.name in failed}
+        if failed and self._leave_out_dead(_said_in(method, failed)):
+            remaining = {engine.name for engine in self.rollout_engines}
+            failed = {name: error for name, error in failed.items() if name in remaining}
         if failed:
-            raise ReshardError(why)
+            raise ReshardError(_said_in(method, failed))
+
+
+def _said_in(method: str, failed: Mapping[str, str]) -> str:
+    """Return a sentence on calls of a method that have failed, by the engines' names; empty without any."""
+    return listed([f"{name} has failed in {method}: {error}" for name, error in failed.items()], 1)
+
+
+def _has_died(error: BaseException | None) -> bool:
+    """Return True if a call has failed since the process of its actor has ended."""
+    return isinstance(error, ray.exceptions.ActorDiedError)
 
 
 def _sentence(error: Exception | None) -> str:

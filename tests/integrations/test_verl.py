@@ -286,6 +286,18 @@ def test_slimes_updater_leaves_out_an_engine_that_dies_and_takes_its_replacement
     assert said["replaced"][0][::2] == ["", 2] and said["replaced"][1] == [[*one, "104"]] * 2
 
 
+def test_slimes_updater_names_engines_that_are_busy_or_refuse_and_leaves_out_a_new_one_that_is_dead(sglang):
+    said = sglang["met"]
+    assert said["dead"] == said["dead, asked"] == ["", 1]
+    assert said["refuses"].startswith("the rollout's engine 1 has failed in pause_generation: ")
+    assert "it refuses the pause" in said["refuses"]
+    sentence, seconds = said["busy"]
+    assert (
+        sentence == "the rollout's engine 0 has failed in get_url: it did not answer within 8 s"
+        and seconds < 40
+    )
+
+
 def test_an_update_that_was_begun_is_sent_whole_where_an_engine_has_died_since(sglang):
     one, other = sglang["loaded"][:2]
     said = sglang["replaced"]

@@ -8,6 +8,7 @@ JSON; LINES are verl's lines of config.
 import dataclasses
 import json
 import os
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 from tests.on_cpu.sglang_on_cpu import only_our_models
 from tests.on_cpu.verl_on_cpu import SECRET, ended, invited, takes
+from tests.starting.ranks import free_port
 from tests.tools.probe import caught
 
 ASKED = {
@@ -251,6 +253,42 @@ class Actor:
         """As slime does where its monitor has found engines dead, and it has started others."""
         self.updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1] * len(engines))
 
+    def meet_engines(self) -> dict:
+        """What slime's updater says of engines of which one is dead when it first hears of it, one is busy, and one
+        refuses while another is dead. They only answer calls: nothing is refitted."""
+        import ray
+
+        from reshard.integrations import slime
+
+        plain, slime.ENDING_SECONDS = slime.RefitWeights._update, 3.0
+        slime.RefitWeights._update = lambda self: None
+        kinds = "listens", "listens", "listens", "refuses"
+        ports = [free_port() for _ in kinds]
+        one, other, busy, refuses = [
+            ray.remote(Answers).options(num_cpus=0).remote(*of) for of in zip(ports, kinds, strict=True)
+        ]
+        said: dict = {}
+        try:
+            self.update_rollout([one], True, {"RESHARD_TIMEOUT": "8"})
+            ray.kill(other)
+            said["dead"] = [
+                caught(lambda: self.replace_engines([one, other])),
+                len(self.updater.rollout_engines),
+            ]
+            said["dead, asked"] = [caught(self.updater.update_weights), len(self.updater.rollout_engines)]
+            self.update_rollout([one, refuses], True, {"RESHARD_TIMEOUT": "8"})
+            ray.kill(one)
+            said["refuses"] = caught(self.updater.update_weights)
+            ray.get(busy.get_url.remote())
+            busy.stall.remote()
+            began = time.monotonic()
+            said["busy"] = [caught(lambda: self.update_rollout([busy], True, {"RESHARD_TIMEOUT": "8"}))]
+            said["busy"].append(time.monotonic() - began)
+        finally:
+            slime.RefitWeights._update = plain
+            os.environ.pop("RESHARD_TIMEOUT")
+        return said
+
     def update_rollout_weights(self, dies_at: str = "", victim=None) -> list:
         """What an update raises, in how many seconds, and how many engines have it; at a call of this name the
         server of a `victim` dies."""
@@ -343,6 +381,36 @@ class Steps:
         import ray
 
         ray.get(self.actor.update_rollout.remote(engines, replaces, options))
+
+
+class Answers:
+    """An engine's actor that answers slime's calls, and listens at its address."""
+
+    def __init__(self, port: int, kind: str) -> None:
+        self.url, self.kind, self.server = (
+            f"http://127.0.0.1:{port}",
+            kind,
+            socket.create_server(("127.0.0.1", port)),
+        )
+
+    def get_url(self) -> str:
+        return self.url
+
+    def pause_generation(self) -> None:
+        if self.kind == "refuses":
+            raise RuntimeError("it refuses the pause")
+
+    def flush_cache(self) -> None:
+        pass
+
+    def continue_generation(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def stall(self) -> None:
+        time.sleep(60)
 
 
 def replaced_in_slime(trainer: Steps, url: str, dying: tuple, replace, served) -> dict:
@@ -451,6 +519,7 @@ def main() -> None:
         return third[0], url_of(third)
 
     trainer = Steps(actor, flags, directories)
+    outcome["met"] = ray.get(actor.meet_engines.remote())
     outcome["replaced"] = replaced_in_slime(trainer, url, (second[0], url_of(second)), replace, served)
     for hf, _ in (*checkpoints, *checkpoints):
         ray.get(engine.flush_cache.remote())  # with traces of requests it would end
