@@ -10,9 +10,9 @@ process, as the others' ways on a CPU are. Everything that was written is on the
 page cache, or with ``--cold`` is not. `start` is the time of a command that only imports what the system needs.
 
 Before anything is timed, every output is compared with the source: a Hugging Face directory by safetensors, a
-``torch_dist`` checkpoint by torch's own DCP and an oracle that puts Megatron's tensors together by hand. Then one bit of
-each output is changed, and the comparison has to find it. Memory is the peak of the anonymous and shared memory of all
-processes together (Pss of /proc/PID/smaps_rollup), which leaves out the page cache.
+``torch_dist`` checkpoint by torch's own DCP and an oracle that puts Megatron's tensors together by hand. Then one bit
+of each output is changed, and the comparison has to find it. Memory is the peak of the anonymous and shared memory of
+all processes together (Pss of /proc/PID/smaps_rollup), which leaves out the page cache.
 """
 
 import argparse
@@ -55,7 +55,9 @@ def make(folder: Path, name: str) -> int:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "word": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>").save_pretrained(
+        folder
+    )
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -82,10 +84,17 @@ def run(command: list[str], log: Path, output: Path | None = None) -> dict:
     watcher.join()
     if status:
         lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        errors = [line.removeprefix("[rank0]:").strip() for line in lines if "Error" in line or "Exception" in line]
+        errors = [
+            line.removeprefix("[rank0]:").strip() for line in lines if "Error" in line or "Exception" in line
+        ]
         return {"error": (errors or lines or [f"wait status {status}"])[-1][:300]}
     cpu = used.ru_utime + used.ru_stime
-    return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2), "peak_bytes": peak[0], "load": round(load, 1)}
+    return {
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu, 2),
+        "peak_bytes": peak[0],
+        "load": round(load, 1),
+    }
 
 
 def settle(source: Path, cold: bool) -> None:
@@ -129,8 +138,10 @@ def words(step: str, reads: Path, output: Path, source: Path) -> list[str]:
 
 
 def check(source: Path, work: Path, command: Callable[..., list[str]], only_back: bool) -> dict:
-    """Convert once in each direction, or only back from reshard's checkpoint, and compare; the tensors that differ, what
-    the control found, or the error."""
+    """Convert once in each direction, or only back from reshard's checkpoint, and compare.
+
+    Return the tensors that differ and what the control found, or the error.
+    """
     mcore, back = work / "mcore", work / "back"
     if only_back:
         mcore.symlink_to(work.parent / "reshard" / "mcore")
@@ -144,7 +155,10 @@ def check(source: Path, work: Path, command: Callable[..., list[str]], only_back
         if "error" in done:
             result[name] = done
             break
-        result[name] = {"different": different(source, output), "control": control(different, source, output, distcp)}
+        result[name] = {
+            "different": different(source, output),
+            "control": control(different, source, output, distcp),
+        }
     return result
 
 
@@ -171,11 +185,15 @@ def measure(folder: Path, name: str, options: argparse.Namespace) -> dict:
     runs: dict[tuple[str, str], list[dict]] = {}
     for _ in range(options.rounds):
         settle(source, options.cold)
-        runs.setdefault(("cp", "to-megatron"), []).append(run(["cp", "-r", str(source), str(out)], work / "log", out))
+        runs.setdefault(("cp", "to-megatron"), []).append(
+            run(["cp", "-r", str(source), str(out)], work / "log", out)
+        )
         shutil.rmtree(out)
         for system in able:
             runs.setdefault((system, "start"), []).append(run(commands[system]("start"), work / "log"))
-            for step, reads in (("to-megatron", source), ("to-hf", work / system / "mcore"))[system in only_back :]:
+            for step, reads in (("to-megatron", source), ("to-hf", work / system / "mcore"))[
+                system in only_back :
+            ]:
                 settle(reads, options.cold)
                 done = run(commands[system](*words(step, reads, out, source)), work / "log", out)
                 runs.setdefault((system, step), []).append(done)
@@ -195,8 +213,9 @@ def measure(folder: Path, name: str, options: argparse.Namespace) -> dict:
 
 def table(result: dict) -> str:
     """Return a model's figures as a table."""
-    rows = ["| system | to Megatron, s | x `cp` | memory, GB | to Hugging Face, s | memory, GB | start, s | lines | bits |",
-            "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    columns = ("system", "to Megatron, s", "x `cp`", "memory, GB", "to Hugging Face, s", "memory, GB", "start, s",
+               "lines", "bits")  # fmt: skip
+    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     copied = result["systems"]["cp"]["to-megatron"]["seconds"]
     lines = {"reshard": 2, "cp": 1} | {system.name: system.lines() for system in SYSTEMS}
     for system, found in result["systems"].items():
@@ -211,7 +230,9 @@ def table(result: dict) -> str:
         differ = [len(way["different"]) for way in ways if "different" in way]
         bits = "" if not differ else "same" if not any(differ) else f"{sum(differ)} tensors differ"
         ratio = f"{ways[0]['seconds'] / copied:.1f}" if ways[0] else ""
-        rows.append(f"| {system} | {head} | {ratio} | {tail} | {figures[1]} | {start} | {lines[system]} | {bits} |")
+        rows.append(
+            f"| {system} | {head} | {ratio} | {tail} | {figures[1]} | {start} | {lines[system]} | {bits} |"
+        )
     return "\n".join(rows)
 
 
@@ -220,16 +241,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--environments", type=Path, required=True, help="directory of the systems' environments")
+    parser.add_argument(
+        "--environments", type=Path, required=True, help="directory of the systems' environments"
+    )
     parser.add_argument("--make", action="store_true", help="make the environments, and stop")
     parser.add_argument("--wheels", type=Path, help="directory with a wheel of transformer_engine_torch")
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "qwen3-moe"], choices=list(MODELS))
     parser.add_argument(
-        "--systems", nargs="+", default=["reshard", *(system.name for system in SYSTEMS)], help="reshard first"
+        "--systems",
+        nargs="+",
+        default=["reshard", *(system.name for system in SYSTEMS)],
+        help="reshard first",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="the source is not in the page cache")
-    parser.add_argument("--as-published", action="store_true", help="also run each without what lets it run here")
+    parser.add_argument(
+        "--as-published", action="store_true", help="also run each without what lets it run here"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.make:

@@ -19,12 +19,16 @@ def different_hf(source: Path, output: Path) -> list[str]:
     if json.loads((source / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"]:
         wanted.setdefault("lm_head.weight", wanted["model.embed_tokens.weight"])
         found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
-    return sorted(name for name in wanted.keys() | found.keys() if not _same(wanted.get(name), found.get(name)))
+    return sorted(
+        name for name in wanted.keys() | found.keys() if not _same(wanted.get(name), found.get(name))
+    )
 
 
 def different_megatron(source: Path, checkpoint: Path) -> list[str]:
-    """Return the keys of a ``torch_dist`` checkpoint, read by torch's own DCP, that are not what the oracle puts together
-    by hand from the Hugging Face directory; a vocabulary's padding is left out."""
+    """Return the keys of a ``torch_dist`` checkpoint, read by torch's own DCP, that differ from the oracle's.
+
+    The oracle puts them together by hand from the Hugging Face directory. A vocabulary's padding is left out.
+    """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     wanted = megatron_tensors(source, config["vocab_size"])
     found = dict(_by_layer(stored_tensors(iteration(checkpoint))))
@@ -77,5 +81,9 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         and other is not None
         and one.shape == other.shape
         and one.dtype == other.dtype
-        and bool(torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)))
+        and bool(
+            torch.equal(
+                one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
+            )
+        )
     )

@@ -75,5 +75,9 @@ def installs(system: System, environment: Path, wheels: Path | None) -> list[lis
     return [
         [*uv, "venv", "--quiet", "--python", sys.executable, str(environment)],
         [*uv, "pip", "install", "--quiet", *python, *system.packages],
-        *([[*uv, "pip", "install", "--quiet", *python, *found, "--no-deps", *system.alone]] if system.alone else []),
+        *(
+            [[*uv, "pip", "install", "--quiet", *python, *found, "--no-deps", *system.alone]]
+            if system.alone
+            else []
+        ),
     ]

@@ -16,6 +16,7 @@ def to_megatron(source: str, target: str) -> None:
         bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.bfloat16, device_map="cpu")
         provider = bridge.to_megatron_provider()
         provider.gradient_accumulation_fusion = False
+        provider.finalize()
         models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
         bridge.save_megatron_model(models, target, hf_tokenizer_path=source, low_memory_save=True)
 

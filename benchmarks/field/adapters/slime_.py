@@ -1,5 +1,6 @@
-"""slime's `tools/convert_torch_dist_to_hf.py`, from a checkout that the variable SLIME names. slime's tool for the other
-direction asks for a GPU.
+"""slime's `tools/convert_torch_dist_to_hf.py`, from a checkout that the variable SLIME names.
+
+slime's tool for the other direction asks for a GPU.
 
 python slime_.py start | to-hf MEGATRON HF SOURCE
 """

@@ -1,4 +1,4 @@
-"""Let converters that ask for a GPU, and use it for nothing but copies, run on the CPU. Run by each system's own Python.
+"""Let converters that ask for a GPU, and use it for nothing but copies, run on the CPU, in each system's own Python.
 
 Transformer Engine's layers refuse to be made without CUDA, though Megatron makes them on the CPU with
 ``use_cpu_initialization``; other code copies weights to ``"cuda"`` and back. Here the first check is answered with
@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 class CudaIsCpu(TorchFunctionMode):
     """Takes a device "cuda" in the arguments of torch's functions for the CPU."""
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         args = tuple(_cpu(argument) for argument in args)
         return function(*args, **{name: _cpu(argument) for name, argument in (kwargs or {}).items()})
 
