@@ -44,8 +44,8 @@ MODELS = {
 KINDS = ("Pss_Anon:", "Pss_Shmem:")
 
 
-def make(folder: Path, name: str) -> int:
-    """Write a checkpoint with transformers, random weights in bf16 and a tokenizer of a few words; its bytes."""
+def make(folder: Path, name: str) -> None:
+    """Write a checkpoint with transformers, random weights in bf16 and a tokenizer of a few words."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -58,7 +58,6 @@ def make(folder: Path, name: str) -> int:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>").save_pretrained(
         folder
     )
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def run(command: list[str], log: Path, output: Path | None = None) -> dict:
@@ -164,11 +163,13 @@ def check(source: Path, work: Path, command: Callable[..., list[str]], only_back
 
 def measure(folder: Path, name: str, options: argparse.Namespace) -> dict:
     """Compare all systems with one model."""
-    work = folder / name
+    source, work = folder / f"{name}-hf", folder / name
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    source = work / "hf"
-    result: dict = {"model": name, "bytes": make(source, name), "systems": {}}
+    if not (source / "model.safetensors").exists():
+        make(source, name)
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    result: dict = {"model": name, "bytes": size, "systems": {}}
     commands = commands_of(options.environments)
     commands = {system: commands[system] for system in options.systems}
     only_back = [system.name for system in SYSTEMS if system.only_back]
