@@ -117,8 +117,8 @@ def make(folder: Path, family: str, size_bytes: int) -> int:
     return sum(f.size_bytes for f in files)
 
 
-def anonymous_bytes(root: int) -> int:
-    """Proportional anonymous memory of a process and all that it started."""
+def anonymous_bytes(root: int, kinds: tuple[str, ...] = ("Pss_Anon:",)) -> int:
+    """Proportional anonymous memory of a process and all that it started; of other `kinds` as the kernel names them."""
     parents: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -132,7 +132,7 @@ def anonymous_bytes(root: int) -> int:
         todo += parents.get(pid, [])
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(kinds))
         except OSError:
             continue
     return total
