@@ -86,6 +86,22 @@ CHARTS = (
             )
         },
     ),
+    Chart(
+        "conversions-compared",
+        "Qwen3-0.6B from Hugging Face to Megatron, two cores, with imports",
+        "s",
+        "2026-11-28-field.md",
+        False,
+        {
+            "": (
+                Bar("cp -r", "0.86", FLOOR),
+                Bar("reshard", "0.92", OURS),
+                Bar("mcore-bridge", "15.81", RIVAL),
+                Bar("mbridge", "16.34", RIVAL),
+                Bar("Megatron-Bridge", "26.46", RIVAL),
+            )
+        },
+    ),
 )
 
 STRIPS = (
