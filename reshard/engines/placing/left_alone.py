@@ -95,21 +95,25 @@ class LeftAlone:
         for name, tensor in tensors.items():
             if not self.is_whole(name) and self.has_copy(name):
                 tensor.data.copy_(self._record.copies[name].tensor)
-                self._note(name, self._losses(name))
+                self.end([name])
+
+    # At every refit, of all that it brings: names are not looked at one by one.
 
     def begin(self, names: Iterable[str]) -> None:
         """Note that a refit begins to write these tensors."""
-        for name in names:
-            self._record.copies.pop(name, None)
-            self._note(name, HALF_WRITTEN)
+        brought = {*names}
+        for name in self._record.copies.keys() & brought:
+            del self._record.copies[name]
+        self._note(brought, HALF_WRITTEN)
 
     def end(self, names: Iterable[str]) -> None:
         """Note that a refit has written these tensors to the end."""
-        for name in names:
-            self._note(name, self._losses(name))
+        brought = {*names}
+        self._note(brought.difference(self.kept), self.guard.losses)
+        self._note(brought.intersection(self.kept), self.guard.buffer_losses)
 
-    def _note(self, name: str, losses: int) -> None:
-        self._record.written[name] = _Written(losses, self.guard.loads)
+    def _note(self, names: Iterable[str], losses: int) -> None:
+        self._record.written |= dict.fromkeys(names, _Written(losses, self.guard.loads))
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Return those of these names whose tensors are not whole, and have no copies; a drafter's first."""
