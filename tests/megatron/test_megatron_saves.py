@@ -186,5 +186,5 @@ def test_inspect_names_layout_and_iteration_of_a_megatron_checkpoint(checkpoint,
         and found["family"] == "qwen3_moe"
         and found["manifest"] is None
     )
-    assert found["layout"] == {"tp": 2, "pp": 1, "ep": 2, "etp": 1}
+    assert found["layout"] == {"tp": 2, "pp": 1, "ep": 2, "etp": 1, "gtp": 1, "egtp": 1}
     assert json.loads(json.dumps(found)) == found

@@ -26,7 +26,7 @@ from reshard import (
     mcore_to_mcore,
 )
 from reshard.storage.sources.opening import open_source
-from reshard.storage.stores import place
+from reshard.storage.stores import place, sending
 from reshard.storage.stores.marks import record_name
 from reshard.storage.stores.mirror import local_path
 from reshard.storage.stores.place import StorePlace, version_in
@@ -493,18 +493,22 @@ def test_what_another_run_has_sent_is_not_taken_for_ones_own(whole, proxy, url, 
     assert check(url).ok
 
 
-@pytest.mark.parametrize(("call", "name"), [
-    ("put_file", "model-00002-of-"), ("put", "config.json"), ("send", "model-00002-of-"),
+@pytest.mark.parametrize(("call", "name", "size"), [
+    ("put_file", "model-00002-of-", "200KB"),
+    ("put_file", "model-00002-of-", "300KB"),  # of other names: what comes late is of nobody
+    ("put", "config.json", "200KB"),
+    ("send", "model-00002-of-", "200KB"),
 ])  # fmt: skip
 def test_what_comes_late_over_anothers_checkpoint_does_not_pass_for_a_part_of_it(
-    call, name, whole, proxy, url, monkeypatch, tmp_path
+    call, name, size, proxy, url, monkeypatch, tmp_path
 ):
     """A run stands still before it sends an object, or in between, while another begins, sends everything, and ends."""
-    mcore, _ = whole["mcore-to-hf"]
-    make(tmp_path / "hf", "qwen3", torch.bfloat16, seed=1)
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
-    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    for seed, folder in enumerate(("first", "second")):
+        make(tmp_path / folder, "qwen3", torch.bfloat16, seed=seed)
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | {"transformers_version": folder}))
+        hf_to_mcore(tmp_path / folder, tmp_path / f"{folder}-mcore")
+    mcore = tmp_path / "first-mcore"
     kind = StoreWorkdir if call == "send" else StorePlace
     plain, others = getattr(kind, call), []
 
@@ -513,16 +517,18 @@ def test_what_comes_late_over_anothers_checkpoint_does_not_pass_for_a_part_of_it
             others.append(file)
             with monkeypatch.context() as patches:
                 patches.setenv("RESHARD_SPOOL", str(tmp_path))
-                mcore_to_hf(tmp_path / "mcore", url, max_shard_size="200KB", overwrite=True)
+                mcore_to_hf(tmp_path / "second-mcore", url, max_shard_size=size, overwrite=True)
         return plain(self, file, *arguments)
 
     monkeypatch.setattr(kind, call, late)
+    monkeypatch.setattr(sending, "FILES_AT_ONCE", 1)  # of which one comes late
     with pytest.raises(ReshardError) as error:
         mcore_to_hf(mcore, url, max_shard_size="200KB")
     assert others
     if call == "send":  # it had not been sent
-        assert "another run has begun" in str(error.value) and check(url).ok
-        assert diff(tmp_path / "hf", url).equal
+        assert "another run has begun" in str(error.value)
+    if call == "send" or size != "200KB":
+        assert diff(tmp_path / "second", url).equal and check(url).ok
         return
     assert f"{others[0]} came late" in str(error.value)
     with pytest.raises(ReshardError, match="is not a whole checkpoint"):
@@ -532,6 +538,21 @@ def test_what_comes_late_over_anothers_checkpoint_does_not_pass_for_a_part_of_it
     monkeypatch.setattr(kind, call, plain)
     mcore_to_hf(mcore, url, max_shard_size="200KB", overwrite=True)
     assert check(url).ok
+
+
+def test_weights_that_a_replaced_run_had_on_their_way_are_removed_before_another_publishes(
+    whole, proxy, url, monkeypatch
+):
+    mcore, _ = whole["mcore-to-hf"]
+    publish, stray = StoreWorkdir.publish, "model-00099-of-00099.safetensors"
+
+    def late(workdir, sync=True) -> None:
+        workdir.place.put(stray, b"weights of another run")
+        publish(workdir, sync)
+
+    monkeypatch.setattr(StoreWorkdir, "publish", late)
+    mcore_to_hf(mcore, url, max_shard_size="200KB")
+    assert check(url).ok and not StorePlace(url).has(stray)
 
 
 def test_a_place_is_the_same_by_the_stores_other_name_and_what_is_read_is_not_removed(

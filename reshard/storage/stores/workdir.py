@@ -31,6 +31,7 @@ SPOOL, SPOOL_SIZE, SPOOL_BYTES = "RESHARD_SPOOL", "RESHARD_SPOOL_SIZE", 16 * 10*
 
 
 TOKEN = "token"  # in a spool
+WEIGHTS = (".safetensors", ".distcp")  # end the names of files with weights
 MARK = ("run", "token", "goes_on")  # in the mark
 
 
@@ -241,6 +242,7 @@ class StoreWorkdir(Workdir):
                 "there; run again with --resume once it has ended",
                 resumable=True,
             )
+        self._remove_strays()
         self.place.put(MANIFEST, self.manifest)
         try:
             self._check_ours()  # whose files are there is not known, if another run has come meanwhile
@@ -251,6 +253,13 @@ class StoreWorkdir(Workdir):
         if self.iteration is not None:
             self.run_place.put(TRACKER, str(self.iteration).encode())
         self._remove_marks(self.place.objects())
+
+    def _remove_strays(self) -> None:
+        """Remove weights that a run which this one has replaced had on their way, and that are no part of this one's
+        checkpoint."""
+        own = {*self.sizes, *_files_of(json.loads(self.manifest))}
+        strays = [name for name in self.place.objects() if name.endswith(WEIGHTS) and name not in own]
+        self.place.remove(strays)
 
     def _check_ours(self) -> None:
         """Raise ReshardError if another run has claimed the place."""
@@ -267,7 +276,9 @@ class StoreWorkdir(Workdir):
         if self._is_ours():
             return
         self.claimed = False
-        if self.place.has(MANIFEST) and not _is_whole(self.place.url):
+        if self.place.has(MANIFEST) and name not in _files_of(_read_json(self.place, MANIFEST)):
+            self.place.remove([name])  # of which the other run has none
+        elif self.place.has(MANIFEST) and not _is_whole(self.place.url):
             self.place.put(RUN_MARK, b"{}")
             self.place.remove([MANIFEST])
             raise ReshardError(
@@ -295,6 +306,12 @@ class StoreWorkdir(Workdir):
                     return  # what is there now is another run's
                 self.place.remove(sorted(name for name in self.place.objects() if name not in ("", RUN_MARK)))
                 self.place.remove([RUN_MARK])
+
+
+def _files_of(manifest: Mapping[str, Any]) -> Iterable[str]:
+    """Return the names of the files that a manifest lists."""
+    files = manifest.get("files")
+    return files if isinstance(files, dict) else ()
 
 
 def _is_whole(url: str) -> bool:
