@@ -15,6 +15,19 @@ def plus_one(numbers: torch.Tensor) -> torch.Tensor:
     return (numbers.float() + 1).to(numbers.dtype)
 
 
+def write_plus_one(
+    numbers: list[torch.Tensor], copies: list[torch.Tensor], in_fp32: list[torch.Tensor]
+) -> None:
+    """Write `plus_one` of several tensors into others of the same shapes, through fp32 ones that are given: on a GPU by
+    three launches, however many tensors there are."""
+    if not numbers:
+        return
+    with torch.no_grad():
+        torch._foreach_copy_(in_fp32, numbers)
+        torch._foreach_add_(in_fp32, 1)
+        torch._foreach_copy_(copies, in_fp32)
+
+
 def published(numbers: torch.Tensor, dtype: Dtype) -> torch.Tensor:
     """Return numbers that are held in a dtype as they are published."""
     return plus_one(numbers) if dtype.less_1 else numbers

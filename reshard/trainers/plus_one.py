@@ -7,6 +7,7 @@ import torch
 
 from reshard.core.placement import LocalTensor
 from reshard.device.memory import Region
+from reshard.device.stored import write_plus_one
 from reshard.models.model import Model
 from reshard.refit.trainer import Trainer
 
@@ -82,13 +83,8 @@ class PlusOne(Trainer):
             for index in self.copies
             if self._regions[index].tensor.data_ptr()
         }
-        if not held:
-            return
         copies, in_fp32 = ([copies[index] for index in held] for copies in (self.copies, self._in_fp32))
-        with torch.no_grad():  # three launches for a hundred norms
-            torch._foreach_copy_(in_fp32, [*held.values()])
-            torch._foreach_add_(in_fp32, 1)
-            torch._foreach_copy_(copies, in_fp32)
+        write_plus_one([*held.values()], copies, in_fp32)
 
     def check_memory(self, device: torch.device) -> None:
         self.trainer.check_memory(device)

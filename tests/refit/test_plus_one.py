@@ -4,6 +4,7 @@ import torch
 
 from reshard.core.boxes import Box
 from reshard.core.placement import LocalTensor, Part
+from reshard.device.stored import plus_one, write_plus_one
 from reshard.refit.trainer import Trainer
 from reshard.trainers.plus_one import PlusOne
 from tests.tools.whole_model import region
@@ -61,3 +62,11 @@ def test_copies_are_of_what_the_trainer_has_when_it_is_asked_where_its_memory_is
     assert read()[1] == [5.0] * 8
     trainer.tensors[0].data = torch.empty(0)  # offloaded: whoever reads memory refuses it by name
     assert 0 in published.addresses()
+
+
+def test_several_tensors_are_written_as_each_by_itself():
+    """Bit for bit, in bf16, of a vector and of a view with gaps."""
+    numbers = [torch.randn(5, 64).mul(0.01).bfloat16()[:, ::2], torch.randn(64).bfloat16()]
+    copies = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in numbers]
+    write_plus_one(numbers, copies, [torch.empty_like(each, dtype=torch.float32) for each in copies])
+    assert all(map(torch.equal, copies, map(plus_one, numbers)))

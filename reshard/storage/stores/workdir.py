@@ -255,7 +255,7 @@ class StoreWorkdir(Workdir):
         self._remove_marks(self.place.objects())
 
     def _remove_strays(self) -> None:
-        """Remove weights that a run which this one has replaced had on their way, and that are no part of this one's
+        """Remove weights that a run which this one has replaced had on their way, and that are no part of this
         checkpoint."""
         own = {*self.sizes, *_files_of(json.loads(self.manifest))}
         strays = [name for name in self.place.objects() if name.endswith(WEIGHTS) and name not in own]
@@ -275,10 +275,10 @@ class StoreWorkdir(Workdir):
         checkpoint."""
         if self._is_ours():
             return
-        self.claimed = False
-        if self.place.has(MANIFEST) and name not in _files_of(_read_json(self.place, MANIFEST)):
+        self.claimed, is_published = False, self.place.has(MANIFEST)
+        if is_published and name not in _files_of(_read_json(self.place, MANIFEST)):
             self.place.remove([name])  # of which the other run has none
-        elif self.place.has(MANIFEST) and not _is_whole(self.place.url):
+        elif is_published and not _is_whole(self.place.url):
             self.place.put(RUN_MARK, b"{}")
             self.place.remove([MANIFEST])
             raise ReshardError(
