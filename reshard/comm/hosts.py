@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 import os
+import random
 import socket
 from contextlib import closing, suppress
 from pathlib import Path
@@ -12,6 +13,10 @@ from reshard.core.errors import ReshardError
 from reshard.core.system import boot_id, namespace
 
 BACKLOG = 4096  # processes that connect at the same moment
+RANGE_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # for IPv6, too
+USUAL_RANGE = "49152 65535"  # IANA's, and macOS's
+PORTS = range(20000, 30000)  # below are those of many servers, above those of Kubernetes' services
+PROBES = 64  # ports that are tried
 ELSEWHERE = "192.0.2.1"  # an address of nobody; only the route to it is looked up
 
 
@@ -38,9 +43,10 @@ def has_port(address: str) -> bool:
 
 
 def free_address(host: str, first: int = 0, ports: int = 1) -> str:
-    """Return an address of this host, given without brackets, with a port that is free now: any, or one of so many
-    from the `first` on. Raises ReshardError if none of these is."""
-    for port in range(first, first + ports):
+    """Return an address of this host, given without brackets, with a port that is free now: one of so many from the
+    `first` on, or any, and then one that the system gives to no connection before somebody serves there. Raises
+    ReshardError if none of these is."""
+    for port in range(first, first + ports) if first else [*_random_ports(), 0]:
         with closing(socket.socket(family_of(host))) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -52,6 +58,18 @@ def free_address(host: str, first: int = 0, ports: int = 1) -> str:
             free = probe.getsockname()[1]
             return f"[{host}]:{free}" if ":" in host else f"{host}:{free}"
     raise ReshardError(f"no port from {first} to {first + ports - 1} is free on {host}: give another")
+
+
+def _random_ports() -> list[int]:
+    """Return a few ports that the system chooses for no connection; none where it chooses among all."""
+    try:
+        given = RANGE_OF_CONNECTIONS.read_text(encoding="ascii")
+    except OSError:
+        given = USUAL_RANGE
+    lowest, highest = map(int, given.split())
+    ports = [port for port in PORTS if not lowest <= port <= highest]
+    # Not Python's usual generator: a training script seeds that, alike on each rank, and counts on what it gives next.
+    return random.SystemRandom().sample(ports, min(PROBES, len(ports)))
 
 
 def address_towards(host: str, port: int) -> str:

@@ -1,6 +1,7 @@
 """Meetings of members: who may join, and the error where one cannot."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from functools import partial
 import pytest
 
 from reshard import ReshardError
+from reshard.comm import hosts
+from reshard.comm.hosts import free_address
 from reshard.engines import VllmModel
 from reshard.refit import RefitGroup, connect
 from tests.starting.ranks import caught, free_port
@@ -35,6 +38,22 @@ def test_what_is_no_address_is_refused(address):
     assert "is not an address such as 10.0.0.1:29600 or [::1]:29600" in caught(
         lambda: RefitGroup.join(address, 1, 2)
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "is_spared"), [("32768\t60999\n", True), ("25000 25099", True), ("1024 65535", False)]
+)
+def test_a_free_port_is_one_that_the_system_gives_to_no_connection(monkeypatch, tmp_path, given, is_spared):
+    (tmp_path / "range").write_text(given)
+    monkeypatch.setattr(hosts, "RANGE_OF_CONNECTIONS", tmp_path / "range")
+    lowest, highest = map(int, given.split())
+    random.seed(5)
+    before = random.getstate()
+    ports = [int(free_address("127.0.0.1").rpartition(":")[2]) for _ in range(300)]
+    assert random.getstate() == before, "a training script counts on what its generator gives next"
+    assert all(lowest <= port <= highest for port in ports) != is_spared
+    assert any(lowest <= port <= highest for port in ports) != is_spared
+    assert len(set(ports)) > 200, "two that ask at once get different ones"
 
 
 NOBODY = """
