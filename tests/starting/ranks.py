@@ -22,7 +22,7 @@ from tests.starting.warm import python_of_ranks
 # it has said why.
 GRACE_SECONDS = 10
 # Far from those of a process that was started right before or after this one.
-_ports = itertools.count(os.getpid() * 97 % 4000)
+_ports = itertools.count(os.getpid() * 97 % 2000)
 CODE = "import sys; from tests.starting.ranks import rank_in; rank_in(*sys.argv[1:])"
 
 
@@ -161,10 +161,10 @@ def caught(action) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens at, and that the system gives to no connection: below those, each
-    pytest worker has its own."""
+    """A port that nobody listens at, and that neither the system nor `free_address` gives to anybody: below those,
+    each pytest worker has its own."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = 12000 + 4000 * (worker % 5) + next(_ports) % 4000
+        port = 10000 + 2000 * (worker % 5) + next(_ports) % 2000
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
