@@ -365,8 +365,8 @@ class _Traffic:
 
 
 class _Relays:
-    """What inference ranks, of engines of this tensor parallel size, want alike of the trainer's ranks of other hosts,
-    and so pass on."""
+    """The pieces that inference ranks, of engines of this tensor parallel size, want alike of the trainer's ranks of
+    other hosts, and so pass on."""
 
     def __init__(self, tp: int) -> None:
         self.tp = tp

@@ -18,8 +18,8 @@ from reshard.delta.worker_calls import ROLL_BACK, WAIT, WRITE, prepared, rolled_
 
 
 class Ready(NamedTuple):
-    """What all members have ready: the chain, the version and the digest of its weights, and whether any have to be
-    written."""
+    """A version that all members have read: its chain, its number, the digest of its weights, and whether any weights
+    have to be written."""
 
     group: RefitGroup
     chain: Chain

@@ -24,7 +24,7 @@ Numbers = tuple[int, ...]
 
 
 class LocalPart(NamedTuple):
-    """What a rank holds of a parameter of this `shape`: the box ``(offsets, sizes)`` of it."""
+    """The box ``(offsets, sizes)`` that a rank holds of a parameter of this `shape`."""
 
     shape: Numbers
     dtype: Dtype

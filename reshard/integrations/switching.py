@@ -27,9 +27,9 @@ PAUSES = {GO_ON: "keep", FINISH: "wait", ABORT: "abort"}  # of vLLM
 
 @dataclass(frozen=True)
 class Switching:
-    """What becomes of running `requests`: they ``go on`` with the new weights, ``finish`` with the old ones first, or
-    are dropped (``abort``); and whether `caches` are kept or reset, after which requests that go on are computed anew
-    as far as they have come."""
+    """The way in which engines switch to new weights. Running `requests` ``go on`` with these, ``finish`` with the old
+    ones first, or are dropped (``abort``); `caches` are kept or reset, after which requests that go on are computed
+    anew as far as they have come."""
 
     requests: str = GO_ON
     caches: str = KEEP

@@ -26,7 +26,7 @@ class Kept(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What changed in what is kept: a record, and its bytes."""
+    """The changes of what is kept: a record, and its bytes."""
 
     kept: Kept
     record: Record

@@ -33,8 +33,8 @@ _OF_ENGINES = {
 
 
 class DeclaredDrafter(NamedTuple):
-    """What a trainer says of its drafter: the shape and the dtype of each tensor of its checkpoint, by published name,
-    and its ``config.json``, empty if the trainer has none."""
+    """A trainer's drafter as it declares it: the shape and the dtype of each tensor of its checkpoint, by published
+    name, and its ``config.json``, empty if the trainer has none."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]]
     config: dict[str, Any]

@@ -60,8 +60,8 @@ class Engine(ServedWeights):
 
     @property
     def taken(self) -> object:
-        """What stays the same until `take_facts` or `take_optional` has it bring other tensors; that experts move is
-        none of that."""
+        """An object that stays the same until `take_facts` or `take_optional` has it bring other tensors, also while
+        experts move."""
         return self.placement
 
     def check_idle(self) -> None:

@@ -17,8 +17,8 @@ DRAFT = "draft."  # begins the names of a drafter's tensors, as in vLLM itself f
 
 
 class _Written(NamedTuple):
-    """How often a tensor had been lost when a refit last wrote it, or `HALF_WRITTEN`; and how often its engine had
-    loaded all weights itself by then."""
+    """The last time that a refit wrote a tensor: how often it had been lost by then, or `HALF_WRITTEN`; and how
+    often its engine had loaded all weights itself."""
 
     losses: int
     loads: int
@@ -33,7 +33,7 @@ class _Copy(NamedTuple):
 
 @dataclass
 class _Record:
-    """What has become of the tensors of a model and its drafter, by name; it outlasts connections."""
+    """The history of the tensors of a model and its drafter, by name; it outlasts connections."""
 
     written: dict[str, _Written] = field(default_factory=dict)
     copies: dict[str, _Copy] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What an engine's weights have in common as long as nobody has written or moved them: see `state_of`."""
+    """A state of an engine's weights, which is the same as long as nobody has written or moved them: see `state_of`."""
 
     writes: int
     addresses: list[int]

@@ -66,7 +66,7 @@ class Workers:
 
     @property
     def _ranks_each(self) -> int:
-        """How many ranks each engine has."""
+        """Return how many ranks each engine has."""
         ranks: int = len(self._generation.worker_group.workers)
         return ranks // self._generation.dp_size
 

@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 
 class Legs:
-    """What arrives at a member, and what leaves it, in each step; both ends of a pair order that alike.
+    """The buckets that arrive at a member, and that leave it, in each step; both ends of a pair order them alike.
 
     `incoming` and `outgoing` are the pairs by line: those in which this member is an inference rank, and those of which
     it is the trainer's rank.

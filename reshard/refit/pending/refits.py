@@ -55,7 +55,7 @@ class Begun:
 
 
 class Packed(NamedTuple):
-    """What a member has for a refit that it begins: its state, and the exchange with what goes out, or the error with
+    """A member's part of a refit that it begins: its state, and the exchange with what goes out, or the error with
     which that failed."""
 
     state: DeltaState
@@ -278,7 +278,7 @@ class PendingRefits:
 
     @property
     def served(self) -> Brought | None:
-        """What is served of the two versions of an engine's rank; None where none is pending."""
+        """The one of an engine rank's two versions that is served; None where none is pending."""
         return self.pending.served if self.pending is not None else None
 
     def last(self) -> Begun:

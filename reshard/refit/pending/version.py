@@ -51,7 +51,7 @@ class PendingVersion:
 
     @property
     def older(self) -> Brought:
-        """What was served before the `newer` one."""
+        """The version that was served before the `newer` one."""
         return self.served if self.served != self.newer else self.other
 
     def swap(self) -> None:

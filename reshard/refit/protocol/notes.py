@@ -9,7 +9,7 @@ ANEW = "+"  # ends the note of a member that needs another plan
 
 
 class Note(NamedTuple):
-    """What a member says of itself before a refit: the digest of the memory that a trainer's rank has posted, empty of
+    """A member's word before a refit: the digest of the memory that a trainer's rank has posted, empty of
     others, and whether all have to plan `anew`."""
 
     memory_digest: bytes = b""

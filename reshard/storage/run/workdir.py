@@ -64,7 +64,7 @@ class Workdir:
 
     @property
     def notices(self) -> list[str]:
-        """What a user should be told of the place that is written."""
+        """Notices for the user about the place that is written."""
         return []
 
     def check_destination(self) -> None:

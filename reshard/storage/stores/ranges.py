@@ -18,7 +18,7 @@ BLOCK_BYTES, MOST_BLOCKS, READERS = 8 << 20, 24, 16
 
 
 class Listing:
-    """What a store says of the objects of a place, asked for again once it is forgotten."""
+    """The objects of a place in a store, asked for again once they are forgotten."""
 
     def __init__(self, place: StorePlace) -> None:
         self.place, self.lock = place, threading.Lock()

@@ -13,7 +13,7 @@ from reshard.engines.vllm.weights.served import Served
 
 
 class WidenedSinks(NamedTuple):
-    """What runs a layer's attention, the fp32 sinks that it reads, and the model's own, which they are a copy of."""
+    """The sinks of a layer: the object that runs its attention, the fp32 copy that this reads, and the model's own."""
 
     run: Any
     widened: torch.Tensor
