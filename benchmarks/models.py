@@ -24,6 +24,13 @@ LLAMA = COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", 
                   "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_key_value_heads": 8, "attention_bias": False,
                   "mlp_bias": False}  # fmt: skip
 
+QWEN25_VL = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+             "tie_word_embeddings": False, "image_token_id": 151655, "video_token_id": 151656,
+             "vision_start_token_id": 151652, "vision_end_token_id": 151653}  # fmt: skip
+QWEN25_TOWER = {"model_type": "qwen2_5_vl", "hidden_act": "silu", "in_channels": 3, "patch_size": 14,
+                "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+                "tokens_per_second": 2}  # fmt: skip
+
 # Published shapes.
 MODELS = {
     "llama-3.1-8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -132,7 +139,24 @@ MODELS = {
                           "hidden_size": 1152, "in_channels": 3, "intermediate_size": 4304, "num_heads": 16,
                           "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16,
                           "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": []}},
+    # With its vision tower.
+    "qwen2.5-vl-7b": QWEN25_VL | {
+        "text_config": COMMON | {"model_type": "qwen2_5_vl_text", "vocab_size": 152064, "hidden_size": 3584,
+                                 "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+                                 "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+                                 "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0,
+                                                     "mrope_section": [16, 24, 24]}},
+        "vision_config": QWEN25_TOWER | {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                                         "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31]}},
     # For a machine without a GPU.
+    "tiny-qwen2.5-vl": QWEN25_VL | {
+        "text_config": COMMON | {"model_type": "qwen2_5_vl_text", "vocab_size": 152064, "hidden_size": 128,
+                                 "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                 "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+                                 "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0,
+                                                     "mrope_section": [4, 6, 6]}},
+        "vision_config": QWEN25_TOWER | {"depth": 2, "hidden_size": 64, "intermediate_size": 60, "num_heads": 2,
+                                         "out_hidden_size": 128, "fullatt_block_indexes": [1]}},
     "tiny-qwen3": QWEN3 | {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4,
                            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
     "tiny-qwen3-moe": QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1000,
@@ -201,7 +225,11 @@ def vllm_engine(folder: Path, config: dict, **options):
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    if text_of(config) is not config:  # else vLLM wants an image processor
+    if config["model_type"] == "qwen2_5_vl":
+        write_processor(folder, config)
+        images = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "skip_mm_profiling": True}
+        options = images | {"skip_tokenizer_init": False} | options
+    elif text_of(config) is not config:  # else vLLM wants an image processor
         options = {"language_model_only": True} | options
     options = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 2048, "gpu_memory_utilization": 0.9,
                "seed": 0, "kv_cache_memory_bytes": 1 << (30 if device() == "cuda" else 27), "skip_tokenizer_init": True,
@@ -210,6 +238,32 @@ def vllm_engine(folder: Path, config: dict, **options):
         return LLM(
             model=str(folder), distributed_executor_backend="external_launcher", dtype="bfloat16", **options
         )
+
+
+def write_processor(folder: Path, config: dict) -> None:
+    """Write what vLLM reads beside a Qwen2.5-VL to make pixels of images, and tokens of words that are numbers."""
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    marks = {
+        config[f"{name}_token_id"]: f"<|{text}|>"
+        for name, text in (
+            ("image", "image_pad"),
+            ("video", "video_pad"),
+            ("vision_start", "vision_start"),
+            ("vision_end", "vision_end"),
+        )
+    }
+    words = {marks.get(number, f"w{number}"): number for number in range(text_of(config)["vocab_size"])}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")),
+        unk_token="w0", eos_token="w1", pad_token="w2", additional_special_tokens=[*marks.values()],
+    )  # fmt: skip
+    transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen2VLVideoProcessor(),
+    ).save_pretrained(folder)
 
 
 def change(source, step: int) -> None:

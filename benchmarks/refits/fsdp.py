@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.models import config_of, vllm_engine
+from benchmarks.models import config_of, text_of, vllm_engine
 from benchmarks.processes import conclude, device, everyone, say, start_processes
 from benchmarks.refits.refit import fingerprints, link_rate, measured, memory_rate, reloading, scribble
 
@@ -44,13 +44,20 @@ ROWWISE = ("o_proj", "down_proj")
 
 def sharded(folder: Path, tp: int, dtype: torch.dtype) -> torch.nn.Module:
     """The model of a config, sharded, with random weights that are the same on ranks that hold the same."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    config = AutoConfig.from_pretrained(folder)
+    has_tower = config.model_type == "qwen2_5_vl"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        model = (AutoModelForImageTextToText if has_tower else AutoModelForCausalLM).from_config(
+            config, dtype=dtype
+        )
+    blocks = (
+        [*model.model.language_model.layers, *model.model.visual.blocks] if has_tower else model.model.layers
+    )
     shape = (dist.get_world_size() // tp, tp)
     mesh = init_device_mesh(device(), shape, mesh_dim_names=("shard", "tp"))
-    for layer in model.model.layers:
+    for layer in blocks:
         if tp > 1:
             linear = [n for n, module in layer.named_modules() if isinstance(module, torch.nn.Linear)]
             columns = {n: ColwiseParallel() for n in linear if n.endswith(COLWISE)}
@@ -137,7 +144,7 @@ def main() -> None:
     cuda = device() == "cuda"
     result: dict = {
         "model": options.model,
-        "layers": config["num_hidden_layers"],
+        "layers": text_of(config)["num_hidden_layers"],
         "gpus": dist.get_world_size(),
         "tp": options.tp,
         "dtype": str(dtype),
