@@ -1,9 +1,9 @@
 """A door: one listening socket of a process, at which several servers admit those who know their secrets.
 
-    door = held_door("10.0.0.1", 29600)        a fleet's, until it is released
-    address, secret = "10.0.0.1:29600", door.invite(60)
-    RefitGroup.join(address, 0, 3, secret=secret)   a hub, which has an entrance of the door
-    Registry(address, None, calls)                  another server, at another entrance
+    door = held_door("10.0.0.1", 29600)                         shared until it is released
+    secret = door.invite(60)
+    RefitGroup.join("10.0.0.1:29600", 0, 3, secret=secret)      its hub has an entrance of the door
+    Registry("10.0.0.1:29600", None, calls)                     has another
 
 Which of them a connection is for shows from the secret that it proves to know; no name of a meeting is sent, so a
 stranger learns nothing of what there is. Handshakes run beside each other in a thread of the door, each with its own
@@ -111,7 +111,7 @@ class Door:
 
     def entrance(self, secret: bytes) -> Entrance:
         """Return the entrance of a server that admits those who know a secret. Raises OSError if another server has
-        it, or has a door that nobody holds to be shared."""
+        that, or if the door is not held, and has a server."""
         with _lock:
             return self._entrance(secret)
 
@@ -166,7 +166,7 @@ class Door:
     def _withdraw(self, now: float) -> None:
         """Drop the invitations whose time is over."""
         for secret, entrance in list(self.entrances.items()):
-            if entrance.invited_until is not None and now > entrance.invited_until:
+            if entrance.invited_until is not None and now >= entrance.invited_until:
                 self.entrances.pop(secret)._discard()
 
     # What its thread does

@@ -500,9 +500,10 @@ class Fleet:
     def _invite(self) -> tuple[str, str]:
         """Return an address and a secret with which members can meet; those who come before the first rank wait for
         it."""
-        if self._door is None:
+        door = self._door
+        if door is None:  # while an engine was to be brought up
             raise ReshardError("the fleet was closed")
-        return self.address, self._door.invite(self.timeout)
+        return self.address, door.invite(self.timeout)
 
     def _together(self, part: Callable[[], Result]) -> tuple[Result | None, str]:
         """Return what all ranks do together, or why one of them could not."""

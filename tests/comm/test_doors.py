@@ -1,6 +1,7 @@
 """Meetings and servers of one process at one port, told apart by their secrets alone."""
 
 import os
+import select
 import signal
 import socket
 import threading
@@ -126,6 +127,7 @@ def test_another_process_does_not_get_the_port_and_a_forked_one_does_not_keep_it
         time.sleep(60)
         os._exit(0)
     try:
+        assert select.select([said], [], [], 30)[0]
         assert os.read(said, 1000).startswith(
             f"no fleet can listen at {address} ([Errno 98] Address already in use".encode()
         )

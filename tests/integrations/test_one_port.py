@@ -1,7 +1,6 @@
 """A fleet whose engines, peers and operators reach the trainer at one port."""
 
 import multiprocessing
-import os
 import socket
 import threading
 import time
@@ -10,12 +9,16 @@ import psutil
 import pytest
 import torch
 
+from reshard.comm.door import Door
 from reshard.comm.http import call_route
 from reshard.comm.registry import ask
+from reshard.comm.secret import new_secret
 from reshard.integrations import Fleet, HttpClient
+from reshard.integrations.sync import Meeting
+from reshard.refit import RefitGroup
 from tests.campaigns.fleet import ROWS, Pod, crc
 from tests.refit.test_transports import OneShard
-from tests.starting.ranks import free_port
+from tests.starting.ranks import caught, free_port
 
 SECRET = "a secret of those on call"
 
@@ -118,11 +121,30 @@ def test_a_fleet_without_a_port_chooses_one_once_and_keeps_it_until_it_is_closed
     socket.create_server(("127.0.0.1", fleet.port)).close()  # it is free
 
 
+@pytest.mark.parametrize("invited", [True, False], ids=["invited", "control"])
+def test_engines_that_come_before_the_trainer_wait_for_it(invited, pods, monkeypatch):
+    joins = Meeting.join
+
+    def late(meeting: Meeting, rank: int) -> RefitGroup:
+        time.sleep(1)
+        return joins(meeting, rank)
+
+    monkeypatch.setattr(Meeting, "join", late)
+    if not invited:
+        monkeypatch.setattr(Door, "invite", lambda *_: new_secret())
+    fleet = Fleet(OneShard(0, ROWS), "127.0.0.1", timeout=30, backend="staged")
+    fleet.add(HttpClient(pods[0].url, timeout=30, name="one"))
+    if invited:
+        assert fleet.send(20).behind == {}
+    else:
+        assert "does not know the same secret, or the meeting is over" in caught(lambda: fleet.send(20))
+    fleet.close()
+
+
 def test_a_fleet_whose_registry_cannot_be_served_gives_its_port_back(monkeypatch):
     monkeypatch.delenv("RESHARD_SECRET", raising=False)
     monkeypatch.setattr("reshard.comm.secret.is_loopback", lambda _: False)
     port = free_port()
-    with pytest.raises(Exception, match="which other hosts may reach, need a secret"):
-        Fleet(None, f"127.0.0.1:{port}", registry=True)
+    said = caught(lambda: Fleet(None, f"127.0.0.1:{port}", registry=True))
+    assert "which other hosts may reach, need a secret" in said
     socket.create_server(("127.0.0.1", port)).close()
-    assert os.getpid() not in {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port}
