@@ -20,8 +20,8 @@ def command(
 ) -> None:
     """Show the engines of the fleet whose registry is at ADDRESS, their versions, and why one is behind.
 
-    A trainer opens it with Fleet(..., registry=ADDRESS). Who asks has the same secret in RESHARD_SECRET. Example:
-    reshard fleet 10.0.0.1:29700 --join http://10.0.0.7:8000 --name pod-7
+    A trainer opens it with Fleet(source, ADDRESS, registry=True). Who asks has the same secret in RESHARD_SECRET.
+    Example: reshard fleet 10.0.0.1:29600 --join http://10.0.0.7:8000 --name pod-7
     """
     from reshard.comm.registry import ask
 

@@ -20,13 +20,12 @@ import math
 import os
 import secrets
 import select
-import selectors
 import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ NONCE_BYTES = PROOF_BYTES = 32
 CHALLENGE_BYTES, ANSWER_BYTES = len(MAGIC) + NONCE_BYTES, NONCE_BYTES + PROOF_BYTES
 REFUSAL = bytes(PROOF_BYTES)
 HANDSHAKE_SECONDS = 10.0  # that a stranger may take, however slowly it speaks
-MOST_STRANGERS = 256  # connections whose handshake goes on at once; the oldest gives way
 CODE_BYTES = 16
 PREFIX = struct.Struct(f"<IQ{CODE_BYTES}s")
 MOST_HEAD_BYTES, MOST_BODY_BYTES = 1 << 24, 1 << 36
@@ -279,14 +277,14 @@ def _read(connection: socket.socket, length: int, deadline: float) -> bytes:
 class Handshake:
     """The server's end of a handshake, which takes bytes as they come."""
 
-    def __init__(self, connection: socket.socket, secret: bytes) -> None:
-        self.connection, self.secret, self.deadline = connection, secret, time.monotonic() + HANDSHAKE_SECONDS
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.deadline = connection, time.monotonic() + HANDSHAKE_SECONDS
         self.challenge, self.answer = MAGIC + secrets.token_bytes(NONCE_BYTES), b""
         connection.send(self.challenge)
 
-    def go_on(self) -> Keys | None:
-        """Read what has come. Returns the keys once the other end has proved that it knows the
-        secret. Raises OSError or WrongSecretError."""
+    def go_on(self, among: Iterable[bytes]) -> tuple[bytes, Keys] | None:
+        """Read what has come. Once the other end has proved that it knows one of these secrets, return that and the
+        keys. Raises OSError, or WrongSecretError if it knows none of them."""
         part = self.connection.recv(ANSWER_BYTES - len(self.answer))
         if not part:
             raise ConnectionError("the connection has ended")
@@ -294,91 +292,14 @@ class Handshake:
         if len(self.answer) < ANSWER_BYTES:
             return None
         nonce, proof = self.answer[:NONCE_BYTES], self.answer[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, _proof(self.secret, b"client", self.challenge, nonce)):
+        known = [
+            secret
+            for secret in among
+            if hmac.compare_digest(proof, _proof(secret, b"client", self.challenge, nonce))
+        ]
+        if not known:
             self.connection.send(REFUSAL)
             raise WrongSecretError("it does not know the secret")
-        self.connection.send(_proof(self.secret, b"server", self.challenge, nonce))
-        return _keys(self.secret, self.challenge, nonce)
-
-
-class Door:
-    """Admits connections that know the secret. Handshakes run concurrently, each with its own deadline, so
-    that slow, silent or numerous strangers do not delay members."""
-
-    ACCEPTED_AT_ONCE = 64
-
-    def __init__(self, listener: socket.socket, secret: bytes) -> None:
-        self.listener, self.secret = listener, secret
-        self.handshakes: dict[socket.socket, Handshake] = {}  # the oldest first
-        self.selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        keep_from_forks(listener)
-        self.selector.register(listener, selectors.EVENT_READ)
-
-    def fileno(self) -> int:
-        """Return a file descriptor that is readable when `admitted` has something to do."""
-        return self.selector.fileno()  # type: ignore[attr-defined]
-
-    def admitted(self, within: float = 0.0) -> list[tuple[socket.socket, Keys]]:
-        """Wait so many seconds for something to happen; return the connections that have proved
-        themselves, not blocking."""
-        admitted = []
-        for key, _ in self.selector.select(within):
-            if key.fileobj is self.listener:
-                self._accept()
-            elif (keys := self._go_on(key.fileobj)) is not None:
-                admitted.append((key.fileobj, keys))
-        now = time.monotonic()
-        late = [connection for connection, handshake in self.handshakes.items() if now > handshake.deadline]
-        for connection in late:
-            self._turn_away(connection)
-        return admitted  # type: ignore[return-value]
-
-    def close(self) -> None:
-        """Admit nobody any more."""
-        for connection in list(self.handshakes):
-            self._turn_away(connection)
-        self.selector.close()
-        self.listener.close()
-
-    def _accept(self) -> None:
-        for _ in range(self.ACCEPTED_AT_ONCE):
-            try:
-                connection, _ = self.listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # too many open files, or one that has gone again
-                if not self.handshakes:
-                    time.sleep(0.01)  # the next one comes no sooner for being asked for at once
-                    return
-                self._turn_away(next(iter(self.handshakes)))
-                continue
-            connection.setblocking(False)
-            keep_from_forks(connection)
-            try:
-                self.handshakes[connection] = Handshake(connection, self.secret)
-                self.selector.register(connection, selectors.EVENT_READ)
-            except OSError:
-                self.handshakes.pop(connection, None)
-                connection.close()
-            if len(self.handshakes) > MOST_STRANGERS:
-                self._turn_away(next(iter(self.handshakes)))
-
-    def _go_on(self, connection: Any) -> Keys | None:
-        if connection not in self.handshakes:  # turned away meanwhile
-            return None
-        try:
-            keys = self.handshakes[connection].go_on()
-        except (OSError, ReshardError):
-            self._turn_away(connection)
-            return None
-        if keys is not None:
-            del self.handshakes[connection]
-            self.selector.unregister(connection)
-        return keys
-
-    def _turn_away(self, connection: socket.socket) -> None:
-        del self.handshakes[connection]
-        with suppress(KeyError, ValueError):
-            self.selector.unregister(connection)
-        connection.close()
+        secret = known[0]
+        self.connection.send(_proof(secret, b"server", self.challenge, nonce))
+        return secret, _keys(secret, self.challenge, nonce)

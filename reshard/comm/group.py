@@ -29,7 +29,8 @@ from reshard.comm.client import (
     PeerMemoryError,
     TransactionFailedError,
 )
-from reshard.comm.hosts import BACKLOG, family_of, listener_for, parsed
+from reshard.comm.door import Door, Entrance, entrance_at
+from reshard.comm.hosts import address_of, listener_for, parsed
 from reshard.comm.hub import ALIVE_SECONDS, Hub
 from reshard.comm.protocol import (
     MOST_DIGITS,
@@ -120,8 +121,9 @@ class RefitGroup(HubClient):
         own_secret = given_secret(secret)
         if rank == 0:
             hub_secret = own_secret if own_secret is not None else new_secret()
-            listener = listener_for(store)
-            group = _first(listener, secret_for("", hub_secret), size, timeout)
+            door = Door(listener_for(store))
+            entrance = door.entrance(secret_for("", hub_secret))
+            group = _first(entrance, address_of(*door.place), size, timeout)
             meeting = {"address": group.address, "secret": None if own_secret is not None else hub_secret}
             _bounded(lambda: store.set("hub", json.dumps(meeting)), timeout, rank)
             return group
@@ -152,7 +154,7 @@ class RefitGroup(HubClient):
         if rank:
             return _joined(address, key, rank, size, timeout, deadline)
         try:
-            listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+            entrance = entrance_at(host, port, key)
         except (OSError, ValueError, OverflowError) as error:
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             hint = (
@@ -162,7 +164,7 @@ class RefitGroup(HubClient):
                 else ")"
             )
             raise ReshardError(f"rank 0 cannot serve at {address} ({first_line(error)}{hint}") from error
-        return _first(listener, key, size, timeout, address)
+        return _first(entrance, address, size, timeout)
 
     @staticmethod
     def abort(address: str, reason: str, timeout: float = 10.0, secret: str | None = None) -> None:
@@ -388,16 +390,12 @@ def _did_not_reach(key: str) -> str:
     return f"did not reach '{key.partition('/')[0]}'"
 
 
-def _first(
-    listener: socket.socket, secret: bytes, size: int, timeout: float, address: str | None = None
-) -> RefitGroup:
+def _first(entrance: Entrance, address: str, size: int, timeout: float) -> RefitGroup:
     """Start the hub, and join it as the first member."""
-    host, port = listener.getsockname()[:2]
-    hub = Hub(listener, secret, size, timeout)
+    hub = Hub(entrance, size, timeout)
     hub.start()
-    bound_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        group = _joined(address or bound_address, secret, 0, size, timeout, time.monotonic() + timeout)
+        group = _joined(address, entrance.secret, 0, size, timeout, time.monotonic() + timeout)
         group.hub = hub
         return group
     except BaseException:
@@ -444,7 +442,9 @@ def _connected(
     try:
         channel = connect(host, port, secret, deadline)
     except WrongSecretError as error:
-        raise ReshardError(f"rank {rank} is not let in at {address} ({error}): {HOW}") from error
+        raise ReshardError(
+            f"rank {rank} is not let in at {address} ({error}, or the meeting is over): {HOW}"
+        ) from error
     except (OSError, ValueError, OverflowError) as error:
         raise ReshardError(f"rank {rank} found no member 0 at {address} ({first_line(error)})") from error
     return RefitGroup(channel, address, secret, rank, size, timeout)

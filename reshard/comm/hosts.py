@@ -42,11 +42,15 @@ def has_port(address: str) -> bool:
     return address.startswith("[") or address.count(":") == 1
 
 
-def free_address(host: str, first: int = 0, ports: int = 1) -> str:
-    """Return an address of this host, given without brackets, with a port that is free now: one of so many from the
-    `first` on, or any, and then one that the system gives to no connection before somebody serves there. Raises
-    ReshardError if none of these is."""
-    for port in range(first, first + ports) if first else [*_random_ports(), 0]:
+def address_of(host: str, port: int) -> str:
+    """Return the address of a port of a host, given without brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def free_address(host: str) -> str:
+    """Return an address of this host, given without brackets, with a port that is free now, and that the system gives
+    to no connection before somebody serves there. Raises ReshardError if none is."""
+    for port in [*_random_ports(), 0]:
         with closing(socket.socket(family_of(host))) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -55,9 +59,8 @@ def free_address(host: str, first: int = 0, ports: int = 1) -> str:
                 if error.errno == errno.EADDRINUSE:
                     continue
                 raise
-            free = probe.getsockname()[1]
-            return f"[{host}]:{free}" if ":" in host else f"{host}:{free}"
-    raise ReshardError(f"no port from {first} to {first + ports - 1} is free on {host}: give another")
+            return address_of(host, probe.getsockname()[1])
+    raise ReshardError(f"no port is free on {host}")
 
 
 def _random_ports() -> list[int]:

@@ -7,12 +7,12 @@ the hub knows who waits for whom, and blames nobody who only waits for another.
 """
 
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 from reshard.comm.channel import BrokenChannelError, Message, digest_of
+from reshard.comm.door import Entrance
 from reshard.comm.numbering import Call, Numbering
 from reshard.comm.protocol import (
     COMMIT,
@@ -47,8 +47,8 @@ KEPT_SECONDS = 600.0  # for members that have not heard of the last outcome, onc
 class Hub(Server):
     """The state that members share."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, size: int, timeout: float) -> None:
-        super().__init__(listener, secret)
+    def __init__(self, entrance: Entrance, size: int, timeout: float) -> None:
+        super().__init__(entrance)
         self.size, self.kept_seconds = size, max(KEPT_SECONDS, timeout)
         self.members: dict[int, Client] = {}
         self.processes: dict[int, str] = {}  # names of the members' processes, for people

@@ -1,13 +1,13 @@
 """A registry: a server where others, who know its secret, look who is there, and put themselves down or cross
 themselves off."""
 
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from reshard.comm.channel import BrokenChannelError, Message, WrongSecretError, connect
-from reshard.comm.hosts import BACKLOG, family_of, parsed
+from reshard.comm.door import entrance_at
+from reshard.comm.hosts import parsed
 from reshard.comm.secret import HOW, secret_for
 from reshard.comm.server import Client, Server
 from reshard.core.errors import ReshardError, first_line
@@ -23,15 +23,15 @@ class Registry(Server):
         host, port = parsed(address)
         key = secret_for(host, secret)
         try:
-            listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+            entrance = entrance_at(host, port, key)
         except OSError as error:
             raise ReshardError(f"no registry can serve at {address} ({first_line(error)})") from error
-        super().__init__(listener, key)
+        super().__init__(entrance)
         self.calls = calls
         self.start()
 
     def close(self) -> None:
-        """End the server, and wait until its port is free."""
+        """End the server, and wait until its port is free, unless others are admitted at it."""
         self.stop()
         self.closed.wait(CLOSE_SECONDS)
 

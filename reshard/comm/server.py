@@ -1,5 +1,5 @@
-"""A server of authenticated messages: one thread that accepts connections, reads whole messages and
-writes what clients can take."""
+"""A server of authenticated messages: one thread that takes what an entrance of a door has admitted, reads whole
+messages and writes what clients can take."""
 
 import logging
 import selectors
@@ -13,13 +13,13 @@ from typing import Any
 from reshard.comm.channel import (
     READ_BYTES,
     BrokenChannelError,
-    Door,
     FrameReader,
     FrameWriter,
     Keys,
     Message,
     prepare,
 )
+from reshard.comm.door import Entrance
 
 TICK_SECONDS, SWEEP_SECONDS = 1.0, 0.05  # between two looks at the clock: at rest, and while somebody waits
 log = logging.getLogger("reshard")
@@ -42,15 +42,15 @@ class Client:
 class Server(ABC):
     """Serves clients that know the secret. Everything in it belongs to the thread that runs `serve`."""
 
-    def __init__(self, listener: socket.socket, secret: bytes) -> None:
-        self.door = Door(listener, secret)
+    def __init__(self, entrance: Entrance) -> None:
+        self.entrance = entrance
         self.selector = selectors.DefaultSelector()
-        self.selector.register(self.door, selectors.EVENT_READ)
+        self.selector.register(entrance, selectors.EVENT_READ)
         self.clients: dict[socket.socket, Client] = {}
         self.swept = time.monotonic()
         self.stopped = False
         self.closing = False  # set by another thread: nobody is to be admitted any more
-        self.closed = threading.Event()  # nobody is, and the port is free
+        self.closed = threading.Event()  # nobody is, and the port is free, unless others are admitted at it
 
     @abstractmethod
     def handle(self, client: Client, message: Message) -> None:
@@ -92,19 +92,16 @@ class Server(ABC):
 
     def _serve_once(self) -> None:
         if self.closing and not self.closed.is_set():
-            self._close_door()
-        knocks = bool(self.door.handshakes)
+            self._close_entrance()
         for key, events in self.selector.select(SWEEP_SECONDS if self.is_waited_for() else TICK_SECONDS):
-            if key.fileobj is self.door:
-                knocks = True
+            if key.fileobj is self.entrance:
+                for connection, keys in self.entrance.admitted():
+                    self._admit(connection, keys)
                 continue
             if events & selectors.EVENT_WRITE:
                 self._flush(key.data)
             if events & selectors.EVENT_READ:
                 self._receive(key.data)
-        if knocks:
-            for connection, keys in self.door.admitted():
-                self._admit(connection, keys)
         now = time.monotonic()
         if now - self.swept > SWEEP_SECONDS:
             self.swept = now
@@ -113,13 +110,13 @@ class Server(ABC):
     def _close(self) -> None:
         for client in list(self.clients.values()):
             client.connection.close()
-        self._close_door()
+        self._close_entrance()
         self.selector.close()
 
-    def _close_door(self) -> None:
+    def _close_entrance(self) -> None:
         if not self.closed.is_set():
-            self.selector.unregister(self.door)
-            self.door.close()
+            self.selector.unregister(self.entrance)
+            self.entrance.close()
             self.closed.set()
 
     def _admit(self, connection: socket.socket, keys: Keys) -> None:

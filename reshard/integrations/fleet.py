@@ -12,7 +12,7 @@ All engines are refitted together, so that replicas pass on to each other what t
 that dies, is late or refuses costs the others the wait for it, and a second try within the same send: it is left out,
 named, and refitted again by the first `Fleet.send` that finds it answering, by itself until that succeeds. Between two
 sends engines that are behind, or new, get the last version from others that serve it (`reshard.integrations.peers`).
-Ports, ranks and sizes are the fleet's business.
+Ranks and sizes are the fleet's business, and all of it goes by one port.
 """
 
 import logging
@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from reshard.comm.hosts import free_address, has_port, parsed
+from reshard.comm.door import Door, held_door
+from reshard.comm.hosts import address_of, has_port, parsed
 from reshard.comm.ranks import on_first_rank
 from reshard.comm.registry import Registry
-from reshard.comm.secret import new_secret
-from reshard.core.errors import OptionError, ReshardError, listed
+from reshard.core.errors import OptionError, ReshardError, first_line, listed
 from reshard.core.limits import check_seconds, check_switch
 from reshard.integrations.members import FleetReport, go_on, pause
 from reshard.integrations.peers import Bringing, Recovery
@@ -51,7 +51,6 @@ from reshard.refit.trainer import Trainer
 
 Result = TypeVar("Result")
 log = logging.getLogger("reshard.fleet")
-PORTS = 8  # of which a connection takes the first that is free, from the one that was given on
 
 
 class _Connection(NamedTuple):
@@ -89,13 +88,16 @@ class Fleet:
     """A trainer's rank, and the engines that it refits. All ranks of torch's process group make one, and call `send`
     and `close`; `add` and `remove` count on the first rank.
 
-    `host` is an address of the first rank's host that all engines reach. Given with a port, members meet there, or at
-    one of the next few while it is taken; else at any that is free. Each connection has a secret of its own, which
-    engines get with the address. `timeout` is how many seconds members wait for one another, and so the most that an
-    engine that hangs can cost a send. Further arguments are those of `reshard.refit.connect`.
+    `host` is an address of the first rank's host that all engines reach, with a port, or without one: then the fleet
+    takes one that is free. At this `address` alone it listens until it is closed: all connections meet there, also
+    several at once, and those in which an engine hands on weights. Each has a secret of its own, which engines get
+    with the address, and by which the fleet knows whom a connection is for. `timeout` is how many seconds members wait
+    for one another, and so the most that an engine that hangs can cost a send. Further arguments are those of
+    `reshard.refit.connect`.
 
-    With `registry`, a ``host:port`` of the first rank's host, engines may be added and removed there by others, and
-    looked at: ``reshard fleet host:port``. Who asks knows the `secret`, or ``RESHARD_SECRET``; see `RefitGroup.join`.
+    With `registry` engines may be added and removed by others, and looked at: ``reshard fleet ADDRESS``, at the fleet's
+    address for True, or another ``host:port`` of the first rank's host. Who asks knows the `secret`, or
+    ``RESHARD_SECRET``; see `RefitGroup.join`.
 
     With `peers`, engines that are new or behind get the last version from others between two sends, unless the weights
     that are sent are an adapter's.
@@ -107,7 +109,7 @@ class Fleet:
         host: str,
         *,
         timeout: float = 60.0,
-        registry: str | None = None,
+        registry: bool | str | None = None,
         secret: str | None = None,
         peers: bool = True,
         **options: Any,
@@ -129,8 +131,33 @@ class Fleet:
         self._switched: _Connection | None = None  # of the engines that have switched since the last send
         self._recovery: Recovery | None = None  # on the first rank, between two sends
         self._registry: Registry | None = None
-        if registry is not None:
-            on_first_rank(lambda: self._serve(registry, secret))
+        self._door: Door | None = None  # on the first rank
+        self.address = on_first_rank(self._listen)
+        _, self.port = parsed(self.address)
+        if registry:
+            at = self.address if registry is True else registry
+            try:
+                on_first_rank(lambda: self._serve(at, secret))
+            except ReshardError:
+                self._stop_listening()
+                raise
+
+    def _listen(self) -> str:
+        """Open the fleet's door, and return its address. Raises ReshardError where it cannot listen there."""
+        try:
+            self._door = held_door(self.host, self.port)
+        except (OSError, ValueError) as error:
+            given = address_of(self.host, self.port) if self.port else self.host
+            raise ReshardError(
+                f"no fleet can listen at {given} ({first_line(error)}): give Fleet an address of this host, with a "
+                f"port that no other process has"
+            ) from error
+        return address_of(self.host, self._door.place[1])
+
+    def _stop_listening(self) -> None:
+        door, self._door = self._door, None
+        if door is not None:
+            door.release()
 
     def _serve(self, address: str, secret: str | None) -> None:
         calls: dict[str, Callable[..., Any]] = {
@@ -379,7 +406,7 @@ class Fleet:
     def _recover(self, version: int, pausing: bool) -> None:
         """Have engines that have a version bring up the others, from now on."""
         if self.is_first and self.peers:
-            how = Bringing(version, self.host, self.timeout, pausing, self.options)
+            how = Bringing(version, self._invite, self.timeout, pausing, self.options)
             self._recovery = Recovery(self._roster.known, how)
 
     def _end_recovery(self) -> None:
@@ -450,7 +477,7 @@ class Fleet:
         if known := self._known_connection(names):
             return known.transfer
         self._disconnect(names)
-        address, secret = on_first_rank(lambda: (self._address(), new_secret()))
+        address, secret = on_first_rank(self._meeting)
         members = [self._members[name] for name in names]
         transfer = WeightTransfer(
             self.source,
@@ -464,9 +491,19 @@ class Fleet:
         self._connections.append(_Connection(tuple(names), transfer))
         return transfer
 
-    def _address(self) -> str:
-        """Return where the next connection meets."""
-        return free_address(self.host, *((self.port, PORTS) if self.port else ()))
+    def _meeting(self) -> tuple[str, str]:
+        """Return the address and the secret with which the next connection meets."""
+        if self._door is None:  # the fleet was closed, and goes on
+            self._listen()
+        return self._invite()
+
+    def _invite(self) -> tuple[str, str]:
+        """Return an address and a secret with which members can meet; those who come before the first rank wait for
+        it."""
+        door = self._door
+        if door is None:  # while an engine was to be brought up
+            raise ReshardError("the fleet was closed")
+        return self.address, door.invite(self.timeout)
 
     def _together(self, part: Callable[[], Result]) -> tuple[Result | None, str]:
         """Return what all ranks do together, or why one of them could not."""
@@ -487,7 +524,7 @@ class Fleet:
                 connection.transfer.close()
 
     def close(self) -> None:
-        """Disconnect all engines, which serve what they have; all ranks call it."""
+        """Disconnect all engines, which serve what they have, and give back the port; all ranks call it."""
         self._end_begun()
         self._end_recovery()
         for name in self._connected():
@@ -495,6 +532,7 @@ class Fleet:
         self._disconnect(self._connected())
         if self._registry is not None:
             self._registry.close()
+        self._stop_listening()
 
 
 def _said(pair: tuple[str, str]) -> str:

@@ -8,16 +8,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
 from reshard.comm.background import in_background
+from reshard.comm.channel import WrongSecretError
 from reshard.comm.group import RefitGroup
-from reshard.comm.hosts import free_address
 from reshard.comm.ranks import error_line
-from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.integrations.members import Member, finish, go_on, pause
 from reshard.integrations.sync import Calls, Meeting
@@ -35,11 +34,12 @@ STOP_SECONDS = 5.0  # that a send waits for the end of what it has stopped
 
 @dataclass(frozen=True)
 class Bringing:
-    """The way in which engines are brought up: to which `version`, where members meet on this `host`, how many seconds
-    they wait for each other, whether requests are `pausing` meanwhile, and the options of `reshard.refit.connect`."""
+    """The way in which engines are brought up: to which `version`, how many seconds members wait for each other,
+    whether requests are `pausing` meanwhile, and the options of `reshard.refit.connect`. `invite` returns an address
+    and a secret with which they can meet."""
 
     version: int
-    host: str
+    invite: Callable[[], tuple[str, str]]
     timeout: float
     pausing: bool
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +75,8 @@ class Recovery:
         self._wake.set()
         deadline = time.monotonic() + STOP_SECONDS
         while (meeting := self._meeting) is not None and time.monotonic() < deadline:
-            RefitGroup.abort(meeting.address, "the trainer sends other weights", 1.0, meeting.secret)
+            with suppress(WrongSecretError):  # it has ended meanwhile
+                RefitGroup.abort(meeting.address, "the trainer sends other weights", 1.0, meeting.secret)
             self._thread.join(0.2)
 
     def _run(self) -> None:
@@ -132,8 +133,9 @@ class Recovery:
         """Have an engine take the weights of a peer; return whether it has them."""
         how, began = self.how, time.monotonic()
         size = 1 + peer.workers + member.workers
-        self._meeting = meeting = Meeting(free_address(how.host), size, how.timeout, new_secret())
         try:
+            address, secret = how.invite()
+            self._meeting = meeting = Meeting(address, size, how.timeout, secret)
             if how.pausing:
                 pause(member.client)
             try:

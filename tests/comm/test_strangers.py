@@ -20,7 +20,8 @@ import pytest
 from reshard.comm import channel as channels
 from reshard.comm import hosts
 from reshard.comm import secret as secret_module
-from reshard.comm.channel import BrokenChannelError, Door, FrameReader, FrameWriter, connect
+from reshard.comm.channel import BrokenChannelError, FrameReader, FrameWriter, connect
+from reshard.comm.door import Door
 from reshard.comm.hosts import address_towards, is_loopback, listener_for
 from reshard.refit import RefitGroup
 from tests.starting.ranks import caught, free_port
@@ -71,7 +72,7 @@ def test_a_stranger_who_joins_with_another_secret_is_not_let_in_and_with_the_che
             return
         said = caught(lambda: steals(port, OTHER))
         assert said.startswith(
-            f"rank 1 is not let in at 127.0.0.1:{port} (what serves there does not know the same secret)"
+            f"rank 1 is not let in at 127.0.0.1:{port} (what serves there does not know the same secret, "
         )
         assert "RESHARD_SECRET" in said and OTHER not in said and SECRET not in said
         assert "does not know the same secret" in caught(
@@ -315,22 +316,21 @@ def test_on_this_host_alone_the_secret_is_a_file_that_only_this_user_reads(monke
 def test_handshakes_go_on_beside_each_other_each_with_a_deadline(monkeypatch):
     monkeypatch.setattr(channels, "HANDSHAKE_SECONDS", 5.0)
     listener = socket.create_server(("127.0.0.1", 0))
-    door, port = Door(listener, b"s" * 32), listener.getsockname()[1]
+    entrance, port = Door(listener).entrance(b"s" * 32), listener.getsockname()[1]
     slow = socket.create_connection(("127.0.0.1", port))
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         member = pool.submit(connect, "127.0.0.1", port, b"s" * 32, began + 20)
-        while not door.admitted(0.05):
+        while not entrance.admitted():
             slow.send(b"-")
             time.sleep(0.05)
         member.result().close()
     assert time.monotonic() - began < 5, "the member waits for nobody"
     with pytest.raises(OSError):
         while time.monotonic() - began < 20:
-            door.admitted(0.05)
             slow.send(b"-")
             time.sleep(0.1)
-    door.close()
+    entrance.close()
 
 
 def test_a_group_of_torchs_processes_meets_at_one_address_of_its_host_only():

@@ -13,6 +13,7 @@ import psutil
 import torch.distributed as dist
 
 from reshard import MegatronLayout, digest
+from reshard.comm.ranks import on_first_rank
 from reshard.core.errors import ReshardError
 from reshard.integrations import Fleet, HttpClient
 from reshard.parity.systems.megatron import Megatron
@@ -90,9 +91,9 @@ def fleet(pairs: list) -> dict:
         del os.environ[name]
     one, two = (Served(name, pairs[0][0]) for name in ("one", "two"))
     # So little would not be passed on otherwise.
-    ports, options = [free_port(), free_port()], {"timeout": 25, "relays": "always"}
-    registry = f"127.0.0.1:{ports[1]}"
-    members = Fleet(source, f"127.0.0.1:{ports[0]}", registry=registry, **options)
+    options = {"timeout": 25, "relays": "always"}
+    address = on_first_rank(lambda: f"127.0.0.1:{free_port()}")
+    members = Fleet(source, address, registry=True, **options)
 
     def send(step: str, weights: int, silent: str = "", **options) -> None:
         trainer.load(Path(pairs[weights][1]))
@@ -135,7 +136,7 @@ def fleet(pairs: list) -> dict:
         on_first(lambda: members.add(one.client))
         send("one joins", 1)
         on_first(two.start)
-        on_first(lambda: on_call(registry, "--join", two.url, "--name", "two"))
+        on_first(lambda: on_call(address, "--join", two.url, "--name", "two"))
         with running(one.url, one.directory) if first else ExitStack():
             send("two joins", 0, pausing=True, verify=True)
         on_first(two.kill)
@@ -149,16 +150,16 @@ def fleet(pairs: list) -> dict:
         on_first(lambda: [process.resume() for process in stopped])
         send("two goes on", 1)
         if first:
-            outcome["shown"] = on_call(registry), json.loads(on_call(registry, "--json"))
+            outcome["shown"] = on_call(address), json.loads(on_call(address, "--json"))
         if first:
             with running(one.url, one.directory):
                 outcome["from a peer"] = [brought_up(members, two, anew=True), brought_up(members, two)]
         dist.barrier()
         send("after a peer", 0)
-        on_first(lambda: on_call(registry, "--leave", "one"))
+        on_first(lambda: on_call(address, "--leave", "one"))
         send("one has left", 1)
         if first:
-            outcome["nobody"] = on_call(registry, "--leave", "three")
+            outcome["nobody"] = on_call(address, "--leave", "three")
             outcome["wrong"] = []
             for action in (lambda: members.add(two.client), lambda: members.remove("three")):
                 try:
