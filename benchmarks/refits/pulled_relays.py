@@ -38,7 +38,7 @@ from tests.tools.whole_model import ServedModel, TrainedModel
 PORT = 29651
 SECRET = "of processes on one host"
 LIMIT = 60.0  # seconds that members wait for each other
-SMALL = (256, 1024, 8, 8)  # hidden and intermediate size, layers, heads
+SMALL = (128, 256, 4, 8)  # hidden and intermediate size, layers, heads
 LARGE = (4096, 12288, 36, 32)
 
 

@@ -19,11 +19,13 @@ from reshard.refit.copying.tables import TILE_BYTES
 from reshard.refit.relays import Line
 from reshard.refit.routes import Peer
 from reshard.refit.transports.slots import SlotTransport, partners_in
+from tests.megatron.test_logits import PP
 from tests.on_cpu.refit_deltas_on_cpu import DTYPES
 from tests.refit.test_block_digests import MATRICES, Halves, InBlocks
 from tests.refit.test_deltas import Served, Shards, refits, same_as, state
 from tests.refit.test_transports import COLUMNS, OneShard, OneTensor
 from tests.starting.ranks import caught, free_port, run_on_ranks
+from tests.tools.refits import refit
 
 REPLICAS = 4
 ROUNDS = 7
@@ -325,6 +327,32 @@ def test_a_member_that_is_killed_in_the_middle_of_a_line_is_named_in_time_and_th
     for said, took, ready, weight in others:
         assert name in said and took < PATIENCE / 2 and not ready, (said, took, ready)
         assert not victim or torch.equal(weight, others[0][-1])
+
+
+# Experts over pipeline stages; and layers that take turns in a slab of the engine's, which vLLM quantizes then.
+@pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "options"), [
+    ("qwen3-moe", f"{PP} 2", 2, {}, {"backend": "nixl", "bucket_bytes": 1 << 20}),
+    ("qwen2", "", 1, {"quantization": "fp8_per_tensor"},
+     {"backend": "staged", "bucket_bytes": 1 << 19, "round_bytes": 50_000}),
+])  # fmt: skip
+def test_replicas_of_vllm_have_what_its_own_loader_makes_of_the_export(
+    variant, parallel, trainers, engine, options, converted, tmp_path
+):
+    replicas = {"tp": 1, "dp": 2} | engine
+    reports = refit(
+        converted(variant), parallel, trainers, replicas, 2, False, tmp_path, relays="always", **options
+    )
+    came = [{*received_by(of_rank[-1])} for of_rank in reports[-2:]]
+    assert came == [{options["backend"]}, {"relay"}]
+
+
+def received_by(report: dict) -> list[str]:
+    """The routes by which a rank got something."""
+    return [
+        name.removeprefix("received_bytes_")
+        for name, size in report.items()
+        if "received_bytes_" in name and size
+    ]
 
 
 def test_lines_have_ranks_of_one_way_and_auto_passes_on_where_that_gains():
