@@ -2,6 +2,7 @@
 arrives, and leaves the trainer once."""
 
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,7 @@ from reshard.refit.copying.copies import host_bytes
 from reshard.refit.copying.tables import TILE_BYTES
 from reshard.refit.relays import Line
 from reshard.refit.routes import Peer
+from reshard.refit.transports import TRANSPORTS
 from reshard.refit.transports.slots import SlotTransport, partners_in
 from tests.megatron.test_logits import PP
 from tests.on_cpu.refit_deltas_on_cpu import DTYPES
@@ -304,6 +306,38 @@ def test_a_replica_that_fails_ends_the_refit_for_all_and_the_next_brings_everyth
     assert all(same_as((first[-1], second[-1]), served) for *_, served in engines)
 
 
+@PULLS
+@pytest.mark.parametrize("late", [0, 2], ids=["the trainer", "the second"])
+def test_who_stalls_in_a_line_is_named_and_not_those_who_wait_for_it(backend, late, monkeypatch):
+    """Also where the last of the line waits for one that waits itself."""
+    limit, what = 3, ("end_packing" if not late else "end_fetch")
+    [kind] = [kind for kind in TRANSPORTS if kind.reach.name == backend]
+    plain, calls = getattr(kind, what), []
+
+    def stalling(self, *arguments):
+        if self.group.rank == late and self.group.what == "refit 2":
+            calls.append(arguments)
+            if len(calls) == 3:
+                time.sleep(limit + 2)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(kind, what, stalling)
+    engines = [OneTensor(ROWS) for _ in range(3)]
+    sides = [(OneShard(0, ROWS), None), *((None, engine) for engine in engines)]
+
+    def work(link):
+        link.refit()
+        link.group.timeout = limit
+        return caught(link.refit)
+
+    said = members(sides, backend=backend, relays="always", bucket_bytes=2 * TILE_BYTES)(work)
+    name = f"{'inference' if late else 'trainer'} rank {late}"
+    for rank, sentence in enumerate(said):
+        if rank != late:
+            assert re.search(rf"(^|: ){name} (is silent|did not reach)", sentence), sentence
+    assert not any(engine.ready for engine in engines)
+
+
 PATIENCE = 30  # seconds that one waits for another: only where a death is not seen
 
 
@@ -329,30 +363,28 @@ def test_a_member_that_is_killed_in_the_middle_of_a_line_is_named_in_time_and_th
         assert not victim or torch.equal(weight, others[0][-1])
 
 
-# Experts over pipeline stages; and layers that take turns in a slab of the engine's, which vLLM quantizes then.
-@pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "options"), [
-    ("qwen3-moe", f"{PP} 2", 2, {}, {"backend": "nixl", "bucket_bytes": 1 << 20}),
+# Experts, of which each has some, beside an attention that both have; and layers that take turns in a slab of the
+# engine's, which vLLM then quantizes.
+@pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "options", "ways"), [
+    ("qwen3-moe", f"{PP} 2", 2, {}, {"backend": "nixl", "bucket_bytes": 1 << 20}, {"nixl", "relay"}),
     ("qwen2", "", 1, {"quantization": "fp8_per_tensor"},
-     {"backend": "staged", "bucket_bytes": 1 << 19, "round_bytes": 50_000}),
+     {"backend": "staged", "bucket_bytes": 1 << 19, "round_bytes": 50_000}, {"relay"}),
 ])  # fmt: skip
 def test_replicas_of_vllm_have_what_its_own_loader_makes_of_the_export(
-    variant, parallel, trainers, engine, options, converted, tmp_path
+    variant, parallel, trainers, engine, options, ways, converted, tmp_path
 ):
     replicas = {"tp": 1, "dp": 2} | engine
     reports = refit(
         converted(variant), parallel, trainers, replicas, 2, False, tmp_path, relays="always", **options
     )
-    came = [{*received_by(of_rank[-1])} for of_rank in reports[-2:]]
-    assert came == [{options["backend"]}, {"relay"}]
+    came = [received_by(of_rank[-1]) for of_rank in reports[-2:]]
+    assert came == [{options["backend"]}, ways]
 
 
-def received_by(report: dict) -> list[str]:
+def received_by(report: dict) -> set[str]:
     """The routes by which a rank got something."""
-    return [
-        name.removeprefix("received_bytes_")
-        for name, size in report.items()
-        if "received_bytes_" in name and size
-    ]
+    word = "received_bytes_"
+    return {name.removeprefix(word) for name, size in report.items() if name.startswith(word) and size}
 
 
 def test_lines_have_ranks_of_one_way_and_auto_passes_on_where_that_gains():

@@ -36,6 +36,8 @@ WAYS = {
     "the same processes": ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", dict(tp=2), True, {}),
     "nccl": ("qwen3", f"{TP} 2", dict(tp=2), False, {"delta": True}),
     "staged": ("qwen3", f"{PP} 2", dict(tp=2), False, {"backend": "staged", "bucket_bytes": 4 << 16}),
+    "relayed": ("qwen3", f"{PP} 2", dict(tp=1, dp=2), False,
+                {"backend": "staged", "bucket_bytes": 4 << 16, "relays": "always"}),
     "blocks": ("qwen3", f"{TP} 2", dict(tp=2, quantization="fp8_per_block"), False, {}),
     "staged blocks": (
         "qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", dict(tp=2, quantization="fp8_per_block"), False, {"backend": "staged"},

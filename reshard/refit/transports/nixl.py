@@ -70,6 +70,7 @@ class Nixl(SlotTransport):
                 self.slab = self.agent.slab(size, in_gpu=self.context.peers[self.group.rank].rdma)
             except NixlError as error:
                 raise ReshardError(f"{error}: use backend='nccl'") from error
+        assert self.slab.size == size, "who reads what stays as long as the connection"
         return self.slab
 
     def is_handle_of(self, peer: int, handle: str) -> bool:
