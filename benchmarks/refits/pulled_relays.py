@@ -63,14 +63,24 @@ def main() -> None:
         codes = [process.wait() for process in processes]
         written = [Path(folder) / f"{rank}.json" for rank in range(1 + options.engines)]
         results = [json.loads(path.read_text()) if path.exists() else None for path in written]
-    for name, one in (results[0] or {}).items():
-        print(name, json.dumps(one))
-    for rank, result in enumerate(results):
-        print(f"rank {rank}", json.dumps(result and result["death"]))
+    show(results)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1))
     if codes != [int(rank == victim_of(options)) for rank in range(1 + options.engines)]:
         sys.exit(f"the processes ended with {codes}")
+
+
+def show(results: list[dict | None]) -> None:
+    """Print what each way took and brought to whom, and what each rank said of the death; who died says nothing."""
+    ranks = [result for result in results if result is not None]
+    for way in [way for way in ranks[0] if way != "death"] if ranks else ():
+        print(
+            way,
+            f"{ranks[0][way]['seconds'] * 1e3:.1f} ms",
+            *(result[way]["received"] for result in ranks[1:]),
+        )
+    for rank, result in enumerate(results):
+        print(f"rank {rank}", json.dumps(result and result["death"]))
 
 
 def victim_of(options: argparse.Namespace) -> int:
