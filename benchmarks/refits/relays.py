@@ -1,10 +1,12 @@
 """Refits of several engines from one trainer, each on a host of its own, over throttled links.
 
-    python -m benchmarks.refits.relays [--engines 1 2 4] [--gigabits 1] [--refits 4] [--device cuda] [--json FILE]
+    python -m benchmarks.refits.relays [--engines 1 2 4] [--gigabits 1] [--refits 4] [--device cuda] [--backend nixl]
+        [--json FILE]
 
 Processes in network namespaces, as hosts, each with a link to a switch that ``tc`` limits in both directions. One
 trains SmolLM2-135M, and sends its weights in bf16 by Gloo to engines that serve the same, which pass them on to each
-other (``relays="auto"``) or do not (``never``). Needs root, or a kernel that lets users make namespaces, and ``tc``.
+other (``relays="auto"``) or do not (``never``); with ``--backend nixl`` they read them, from the trainer and from each
+other. Needs root, or a kernel that lets users make namespaces, and ``tc``.
 
 With ``--device cuda`` by NCCL, from and to a random model of Qwen3-0.6B's shapes, whose changes are random, too.
 Members share the GPUs that there are, so that they take turns, and times mean little: the bits do.
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--gigabits", type=float, default=1.0, help="of each link; 0 for no limit")
     parser.add_argument("--refits", type=int, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--backend", choices=("nccl", "nixl"), default="nccl", help="between hosts")
     parser.add_argument("--one-host", action="store_true", help="on GPUs of this host")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -91,6 +94,8 @@ def on_hosts(options: argparse.Namespace, engines: int) -> dict:
             str(options.gigabits),
             "--refits",
             str(options.refits),
+            "--backend",
+            options.backend,
         ]
         # A process moves to its host while it has one thread.
         processes = [
@@ -137,9 +142,9 @@ def measure(options: argparse.Namespace, engines: int) -> dict:
     address = "127.0.0.1" if options.one_host else hosts.ADDRESSES[0]
     group = RefitGroup.join(f"{address}:{PORT}", options.rank, size, timeout=300, secret=SECRET)
     result: dict = {"engines": engines, "gigabits": options.gigabits}
-    ways = [("nccl", "auto"), ("nccl", "never")]
+    ways = [(options.backend, "auto"), (options.backend, "never")]
     if options.one_host:
-        ways += [("auto", "auto"), ("cuda_ipc", "never")]
+        ways += [("staged", "auto"), ("staged", "never"), ("auto", "auto"), ("cuda_ipc", "never")]
     for backend, relays in ways:
         for delta in (False, True) if backend == "nccl" else (False,):
             model, training = model_of(options, delta)

@@ -1,7 +1,7 @@
 """The agreement of all members before anything is planned: who has which side, and which routes
 bytes may take."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,9 +12,9 @@ from reshard.core.errors import ReshardError, listed
 from reshard.refit.copying.addresses import COLUMN_COUNT, ROW_COUNT
 from reshard.refit.engine import Engine
 from reshard.refit.protocol.greeting import DeviceInfo, Greeting
-from reshard.refit.relays import AUTO, NEVER, Alike, Line, streams_of
-from reshard.refit.routes import LOCAL, Pair, Peer, Seat, distance, why_apart
-from reshard.refit.transports import RELAYED, transport_for
+from reshard.refit.relays import ALWAYS, AUTO, NEVER, Alike, Line, streams_of
+from reshard.refit.routes import LOCAL, Pair, Peer, Reach, Seat, distance, why_apart
+from reshard.refit.transports import transport_for
 from reshard.refit.transports.context import Context
 
 
@@ -66,30 +66,44 @@ class Agreement:
         `exported` says whether other processes can map that rank's memory. Raises ReshardError
         where the chosen backend does not reach it.
         """
-        mappable = (trainer, engine) not in self.unmapped
-        pair = Pair(
-            self.peers[trainer], self.peers[engine], trainer == engine, exported, mappable, self.shared
-        )
-        transport = transport_for(pair, self.backend)
-        return LOCAL if pair.same_process else transport.reach.name
+        reach = self._reach(self._pair(trainer, engine, exported))
+        return LOCAL if trainer == engine else reach.name
 
-    def relaying(self, trainer: int, exported: bool, ranks: Iterable[int]) -> frozenset[int]:
-        """Return which of these inference ranks get what they want of a trainer's rank by a transport that relays."""
-        return frozenset(rank for rank in ranks if self.route(trainer, rank, exported) in RELAYED)
+    def _pair(self, trainer: int, engine: int, exported: bool) -> Pair:
+        mappable = (trainer, engine) not in self.unmapped
+        peers = self.peers[trainer], self.peers[engine]
+        return Pair(*peers, trainer == engine, exported, mappable, self.shared)
+
+    def _reach(self, pair: Pair) -> Reach:
+        return transport_for(pair, self.backend).reach
+
+    def relay_route(self, trainer: int, engine: int, exported: bool) -> str:
+        """Return the route by which an inference rank gets its pieces from a trainer's rank, if it may pass them on
+        there; else nothing."""
+        pair = self._pair(trainer, engine, exported)
+        reach = self._reach(pair)
+        may = reach.relays is not None and (self.relays == ALWAYS or reach.relays(pair))
+        return reach.name if may and not pair.same_process else ""
+
+    def relaying(self, trainer: int, exported: bool, ranks: Iterable[int]) -> dict[int, str]:
+        """Return which of these inference ranks may pass on what they get from a trainer's rank, and by which route."""
+        return {rank: route for rank in ranks if (route := self.relay_route(trainer, rank, exported))}
 
     def streams(
-        self, trainer: int, rank: int, relaying: frozenset[int], requests: np.ndarray, alike: Alike
+        self, trainer: int, rank: int, relaying: Mapping[int, str], requests: np.ndarray, alike: Alike
     ) -> dict[Line, np.ndarray]:
         """Return the lines in which an inference rank gets what it `requests` of a trainer's rank, and which of it; the
-        same for both."""
+        same for both. All of a line get it by one route."""
+        own_route = relaying.get(rank)
+
+        def may_relay(other: int) -> bool:
+            return own_route is not None and relaying.get(other) == own_route
 
         def host_of(other: int) -> str:
             return self.peers[other].host
 
         elements = requests[:, [ROW_COUNT, COLUMN_COUNT]].prod(1)
-        return streams_of(
-            trainer, rank, requests, elements, alike, self.relays, relaying.__contains__, host_of
-        )
+        return streams_of(trainer, rank, requests, elements, alike, self.relays, may_relay, host_of)
 
     def why_apart(self, trainer: int, engine: int) -> str:
         """Return why an inference rank does not map a trainer's memory on the same host; empty

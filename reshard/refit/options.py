@@ -41,9 +41,9 @@ class ConnectOptions:
     `pending_bytes` is the most memory that what a refit brings that is begun (`Link.begin_refit`) may take on a rank
     of either side, beside the weights; the least that a trainer's rank gives counts.
 
-    With `relays` engines that want the same bytes of a trainer's rank by NCCL, or Gloo, pass them on to each other, so
-    that it sends them once: ``auto`` (where there are enough to gain by it), ``always`` or ``never``; one that says
-    another than ``auto`` decides for all.
+    With `relays` engines that want the same bytes of a trainer's rank by NCCL, or Gloo, pass them on to each other, or
+    read them from each other by NIXL and staged, so that they leave it once: ``auto`` (where there are enough to gain
+    by it), ``always`` or ``never``; one that says another than ``auto`` decides for all.
     """
 
     backend: str = "auto"

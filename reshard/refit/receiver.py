@@ -39,7 +39,7 @@ from reshard.refit.protocol.notes import Note
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
 from reshard.refit.relays import NEVER, Alike, Line, length_of
 from reshard.refit.routes import LOCAL
-from reshard.refit.transports import READ, RELAYED, SENT, TRANSPORTS
+from reshard.refit.transports import READ, SENT, TRANSPORTS
 
 # What an engine has planned from what trainers published, for who connects the same two again.
 _planned: WeakKeyDictionary[
@@ -122,8 +122,12 @@ class Receiver:
             return position
         least = min(distances.values())
         nearest = [rank for rank, distance in distances.items() if distance == least]
-        routes = {self.agreed.route(rank, own_rank, how) for rank in nearest for how in (True, False)}
-        return position % self.engine.tp if routes <= RELAYED else position
+        may_pass_on = all(
+            self.agreed.relay_route(rank, own_rank, exported)
+            for rank in nearest
+            for exported in (True, False)
+        )
+        return position % self.engine.tp if may_pass_on else position
 
     def _may_be_sent_blocks(self) -> bool:
         """Return True where a trainer's rank may come to send blocks to this one."""

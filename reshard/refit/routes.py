@@ -104,8 +104,9 @@ class Reach:
     `name` is the one by which a user may choose it, `routes` are those that it carries, as reports name them.
     It may be chosen without being named for pairs that are `automatic`, by default all that it reaches, and
     stands in on GPUs for the transports that it `replaces` where they reach nothing. `sends` is False if the
-    trainer's rank is only read. `relays`: inference ranks pass on what several of them want
-    (`reshard.refit.relays`). `refusal` says why it does not carry a pair, and what to do, for who has named it.
+    trainer's rank is only read. `relays`: of which pairs inference ranks pass on what several of them want
+    (`reshard.refit.relays`), if no member says ``relays="always"``, which is of all; None: of none. `refusal` says why
+    it does not carry a pair, and what to do, for who has named it.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Reach:
     automatic: Callable[[Pair], bool] = always
     sends: bool = True
     replaces: frozenset[str] = frozenset()
-    relays: bool = False
+    relays: Callable[[Pair], bool] | None = None
     refusal: Callable[[Pair], str] = unreadable
 
 

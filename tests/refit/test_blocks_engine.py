@@ -72,6 +72,13 @@ IGNORED = ["_k_scale", "_v_scale"]
         ("served-blocks", f"{TP} 2", 2, True, {"bucket_bytes": 1 << 20}),
         # from one replica to the other
         ("served-blocks", f"{TP} 2", 2, False, {"engines": 2, "delta": True, "relays": "always"}),
+        (
+            "served-blocks",
+            f"{TP} 2",
+            2,
+            False,
+            {"engines": 2, "backend": "nixl", "relays": "always", "bucket_bytes": 1 << 19},
+        ),
     ],
 )
 def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(

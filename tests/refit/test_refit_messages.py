@@ -7,6 +7,7 @@ tests/refit/test_refit_messages.py    # as long as one likes
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from reshard.refit.protocol.encoding import pack_array, pack_json, unpack_array,
 from reshard.refit.protocol.held import ShardSizes, names_held, pack_held, unpack_held
 from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import check_pieces
-from reshard.refit.protocol.slab import SlabLocation
+from reshard.refit.protocol.slab import LineLoad, SlabLocation, exchange_loads
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.starting.ranks import free_port, run_on_ranks
 
@@ -35,6 +36,8 @@ WAYS = {
     "the same processes": ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", dict(tp=2), True, {}),
     "nccl": ("qwen3", f"{TP} 2", dict(tp=2), False, {"delta": True}),
     "staged": ("qwen3", f"{PP} 2", dict(tp=2), False, {"backend": "staged", "bucket_bytes": 4 << 16}),
+    "relayed": ("qwen3", f"{PP} 2", dict(tp=1, dp=2), False,
+                {"backend": "staged", "bucket_bytes": 4 << 16, "relays": "always"}),
     "blocks": ("qwen3", f"{TP} 2", dict(tp=2, quantization="fp8_per_block"), False, {}),
     "staged blocks": (
         "qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", dict(tp=2, quantization="fp8_per_block"), False, {"backend": "staged"},
@@ -197,30 +200,39 @@ def test_an_address_that_leaves_what_a_trainers_rank_exports_is_refused(regions,
 
 
 def test_the_slots_of_a_slab_are_where_both_ends_cut_them():
-    good = {"number": 3, "handle": "mine", "limit": 64, "starts": [[1, 0], [4, 128]]}
+    good = {"number": 3, "handle": "mine", "lines": [[1, 64], [4, 32], [5, 16], [4, 80]]}
 
-    def start(**changes):
+    def starts(**changes):
         slab = SlabLocation.checked(
-            good | changes,
-            rank=4,
-            size=6,
-            slots=2,
-            limit_of={2: 64, 1: 128}.get,
-            may_have="mine".__eq__,
-            who="trainer rank 0",
+            good | changes, rank=4, size=6, limits=[32, 80], may_have="mine".__eq__, who="trainer rank 0"
         )
-        return dict(slab.starts)[4]
+        assert slab.size(2) == 2 * sum(limit for _, limit in slab.lines)
+        return slab.starts(4, slots=2)
 
-    assert start() == 128
+    assert starts() == [128, 224]
     for changes in (
-        {"limit": 32}, {"limit": 64.0}, {"limit": True}, {"starts": [[4, 0], [1, 128]]}, {"starts": [[1, 0], [4, 64]]},
-        {"starts": [[4, 0]]}, {"starts": [[1, 0], [4, 128], [5, 256]]}, {"starts": [[1, 0], [5, 128]]}, {"starts": []},
-        {"starts": {}}, {"starts": [[1], [4]]},
+        {"lines": [[4, 80], [4, 32]]}, {"lines": [[4, 32]]}, {"lines": [[4, 32], [4, 80], [4, 16]]}, {"lines": []},
+        {"lines": [[1, 0], [4, 32], [4, 80]]}, {"lines": [[6, 64], [4, 32], [4, 80]]}, {"lines": {}}, {"lines": 7},
+        {"lines": [[4, 32.0], [4, 80]]}, {"lines": [[True, 64], [4, 32], [4, 80]]}, {"lines": [[1], [4]]},
         {"handle": "/etc/passwd"}, {"handle": 7}, {"number": -1}, {"number": None},
     ):  # fmt: skip
         with pytest.raises(ReshardError, match="^trainer rank 0 "):
-            start(**changes)
-    assert start(limit=128, starts=[[4, 0]]) == 0
+            starts(**changes)
+    assert starts(lines=[[4, 32], [4, 80]]) == [0, 64]
+
+
+def test_what_a_member_says_of_its_lines_is_checked():
+    def loads(said: bytes, own: bytes = b""):
+        group = SimpleNamespace(rank=1, names={1: "rank 1", 2: "rank 2"}, post=lambda *_: None)
+        group.read_all = lambda key, ranks: [own or pack_json([2, 0]), said]
+        return exchange_loads(group, "nixl", LineLoad(2, 0), [1, 2])
+
+    assert loads(pack_json([3, 1 << 40])) == {1: (2, 0), 2: (3, 1 << 40)}
+    for said in ([3], [3, -1], [3.0, 1], [-1, 1], ["3", 1], {}, None, 7, [1, 2, 3]):
+        with pytest.raises(ReshardError, match="^rank 2 says .* of its lines, which makes no sense"):
+            loads(pack_json(said))
+    with pytest.raises(ReshardError, match="'lines/nixl' of rank 1 did not arrive as it was sent"):
+        loads(pack_json([3, 1]), pack_json([1, 0]))
 
 
 def test_how_many_buckets_a_round_takes_is_what_two_members_say():

@@ -235,8 +235,8 @@ def test_a_slot_is_packed_anew_once_its_reader_has_taken_it(backend, monkeypatch
         SlotTransport.wait_for,
     )
 
-    def wait_for(self, step, peer, count):
-        plain(self, step, peer, count)
+    def wait_for(self, step, line, count):
+        plain(self, step, line, count)
         if step == "packed":
             late.append(count)
             time.sleep(0.02)
@@ -257,13 +257,13 @@ def test_a_call_of_another_thread_within_a_refit_is_refused_and_takes_nothing_fr
     """A close would unmap the slab that is being packed; a second refit would take the answers of the first."""
     address, said, plain = f"127.0.0.1:{free_port()}", {}, SlotTransport.tell
 
-    def tell(self, step, peers, end):
-        if step == "packed" and peers and not said:
+    def tell(self, step, lines):
+        if step == "packed" and lines and not said:
             link = links[0]
             calls = (link.close, link.release, link.refit, lambda: connect(link.group, OneShard(0)))
             with ThreadPoolExecutor(1) as pool:
                 said.update(enumerate(pool.map(caught, calls)))
-        plain(self, step, peers, end)
+        plain(self, step, lines)
 
     links: dict[int, Link] = {}
 
@@ -337,11 +337,11 @@ class InRounds(OneTensor):
 
 def test_a_rank_whose_copies_fail_still_meets_the_other_rank_in_what_they_do_together(monkeypatch):
     """Else its next collective would be taken for the one that it has left out."""
-    address, together, plain = f"127.0.0.1:{free_port()}", Barrier(2), SlotTransport.unpack
+    address, together, plain = f"127.0.0.1:{free_port()}", Barrier(2), SlotTransport.take
 
-    def unpack(self, rounds):
-        plain(self, rounds)
-        if rounds and (self.group.rank, self.group.what) == (2, "refit 2"):
+    def take(self, indices, receives):
+        plain(self, indices, receives)
+        if receives and (self.group.rank, self.group.what) == (2, "refit 2"):
             raise ReshardError("the trainer is gone")
 
     def member(rank: int):
@@ -351,7 +351,7 @@ def test_a_rank_whose_copies_fail_still_meets_the_other_rank_in_what_they_do_tog
         said = [caught(link.refit) for _ in range(3)]
         return said, (source or engine).weight
 
-    monkeypatch.setattr(SlotTransport, "unpack", unpack)
+    monkeypatch.setattr(SlotTransport, "take", take)
     with ThreadPoolExecutor(3) as pool:
         (said, sent), *engines = pool.map(member, range(3))
     for told, served in ((said, sent), *engines):
@@ -446,11 +446,11 @@ def test_a_failure_and_a_close_end_the_communicator_and_only_a_close_ends_the_li
 def test_a_byte_that_changes_in_a_slab_is_found_by_a_verification(backend, monkeypatch):
     address, spoiled, plain = f"127.0.0.1:{free_port()}", [], SlotTransport.tell
 
-    def tell(self, step, peers, end):
-        if step == "packed" and peers and not spoiled:
+    def tell(self, step, lines):
+        if step == "packed" and lines and not spoiled:
             spoiled.append(host_bytes(self.slab.address + 5, 1, 1, 1))
             spoiled[0] ^= 4
-        plain(self, step, peers, end)
+        plain(self, step, lines)
 
     def member(rank: int):
         members = RefitGroup.join(address, rank, 2, timeout=60)

@@ -25,9 +25,10 @@ bounds.
     (prepare)           all, all            comm's Prepare            the version; note: digest of a trainer's memory
     delta               all, all            deltas.DeltaState         with deltas: which refit's weights each has
     regions, memory     trainers, engines   memory.TrainerMemory      only where they have moved
-    slab/TRANSPORT      trainers, engines   slab.SlabLocation         where pieces are packed (NIXL: at connect, too)
-    packed/RANK         in pairs            a count                   how many rounds of a slab are packed
-    taken/RANK          in pairs            a count                   how many rounds of a slab are taken
+    lines/TRANSPORT     in lines            slab.LineLoad             by which slots are cut (at connect, too)
+    slab/TRANSPORT      in pairs            slab.SlabLocation         where pieces are packed (NIXL: at connect, too)
+    packed/RANK/LINE    in pairs            a count                   how many rounds of a line a slab has had
+    taken/RANK/LINE     in pairs            a count                   how many rounds of a line are taken
     digests/RANK        trainers, engines   verification              of every piece, where verification is asked for
     moved               all, all            nothing                   all bytes have moved; a verification begins
     served              engines, engine     reporting.digest          sums of the boxes that a rank serves

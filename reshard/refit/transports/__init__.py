@@ -28,8 +28,6 @@ TRANSPORTS: tuple[type[Transport], ...] = (CudaIpc, Staged, Nixl, Nccl)
 # Names of those in which the trainer's rank takes part, and of those that read its memory where it lies.
 SENT = frozenset(transport.reach.name for transport in TRANSPORTS if transport.reach.sends)
 READ = frozenset(transport.reach.name for transport in TRANSPORTS) - SENT
-# Names of those in which inference ranks pass on what several of them want.
-RELAYED = frozenset(transport.reach.name for transport in TRANSPORTS if transport.reach.relays)
 
 
 def transport_for(pair: Pair, backend: str) -> type[Transport]:

@@ -28,7 +28,7 @@ from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed, table_of, tiles_of
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts, exchange_relays
 from reshard.refit.relays import Line
-from reshard.refit.routes import NCCL, RELAY, Pair, Reach
+from reshard.refit.routes import NCCL, RELAY, Pair, Reach, always
 from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.communicator import abort, communicator_of, drop_communicator
@@ -71,7 +71,7 @@ class Nccl(Transport):
     have a side take part in every round.
     """
 
-    reach = Reach(NCCL, reaches, frozenset({NCCL, RELAY}), relays=True)
+    reach = Reach(NCCL, reaches, frozenset({NCCL, RELAY}), relays=always)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -1,22 +1,21 @@
 """NIXL: pieces are packed into a registered slab of the trainer's rank, and the engine's rank reads
-them from there, one-sided, into one of its own; over RDMA between hosts.
+them from there, one-sided, into one of its own; over RDMA between hosts. Where others want the same, the next rank
+reads them from that.
 
 A slot is free for the next round as soon as it is read. While a round is read, the one before is
 unpacked.
 """
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from reshard.core.errors import ReshardError
-from reshard.refit.copying.tables import ALIGNMENT, DST, TILE_BYTES
-from reshard.refit.protocol.buckets import exchange_partner_counts
 from reshard.refit.protocol.slab import SlabLocation
-from reshard.refit.routes import NIXL, Pair, Reach
+from reshard.refit.relays import Line
+from reshard.refit.routes import NIXL, RELAY, Pair, Reach, always
 from reshard.refit.transports.agent import Agent, AgentHandle, NixlError, RegisteredSlab
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.slots import SLOTS, SlotRound, SlotTransport
+from reshard.refit.transports.slots import SlotRound, SlotTransport
 
 POLL_SECONDS = 50e-6  # between two looks at a read
 CHECK_SECONDS = 0.05  # between two looks at whether another member has failed
@@ -42,128 +41,81 @@ def refusal(pair: Pair) -> str:
 
 
 class Nixl(SlotTransport):
-    """This member's pairs of this kind. Its agent stays as long as the connection, with two slabs of
-    together at most `bucket_bytes`, since memory takes long to be registered."""
+    """This member's lines of this kind. Its agent stays as long as the connection, with a slab of at most
+    `bucket_bytes`, since memory takes long to be registered."""
 
-    reach = Reach(NIXL, reaches, frozenset({NIXL}), automatic, refusal=refusal)
+    reach = Reach(NIXL, reaches, frozenset({NIXL, RELAY}), automatic, relays=always, refusal=refusal)
+    takes_all = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.limit = 0  # bytes of a slot; 0 until that is agreed on
         self.agent: Agent | None = None
-        self.slab: RegisteredSlab | None = None  # from which others read
-        self.landing: RegisteredSlab | None = None  # into which this member reads
-        # Others' slabs, and where the slots start in each.
-        self.sources: dict[int, tuple[AgentHandle, int]] = {}
-        self.landed: list[SlotRound] = []  # that are read, and not unpacked
+        self.slab: RegisteredSlab | None = None
+        # By line: the slab of its owner, and where the slots start there and in this member's.
+        self.sources: dict[Line, tuple[AgentHandle, int, int]] = {}
 
     def negotiate(self, anew: bool = False) -> None:
-        """Agree with all members on the bytes of a slot, and meet this member's partners; `anew` only give up what
-        there was, since bytes of the refit that failed may still be on their way."""
+        """At connect, register this member's slab and meet its partners; `anew` only give up what there was, since
+        bytes of the refit that failed may still be on their way."""
         if anew:
             self.close()
-            return
-        if not any(peer.nixl for peer in self.context.peers):
-            return
-        own = len(self.outgoing) + len(self.incoming)
-        partners = max(exchange_partner_counts(self.group, own, self.reach.name))
-        if not partners:
-            return
-        bucket_bytes = self.context.bucket_bytes
-        self.limit = bucket_bytes // (SLOTS * partners) // ALIGNMENT * ALIGNMENT
-        if self.limit < TILE_BYTES:
-            raise ReshardError(
-                f"bucket_bytes {bucket_bytes} is too little for {partners} partners: "
-                f"{SLOTS * partners * TILE_BYTES} is the least"
-            )
-        self.sending, self.receiving = self.open_pairs()
-
-    def slot_bytes(self, readers: int) -> int:
-        return self.limit
+        else:
+            self.open_lines()
 
     def own_slab(self, size: int) -> RegisteredSlab:
         if self.slab is None:
-            self.slab = self._registered(size)
+            try:
+                if self.agent is None:
+                    self.agent = Agent(self.device)
+                self.slab = self.agent.slab(size, in_gpu=self.context.peers[self.group.rank].rdma)
+            except NixlError as error:
+                raise ReshardError(f"{error}: use backend='nccl'") from error
+        assert self.slab.size == size, "who reads what stays as long as the connection"
         return self.slab
-
-    def _registered(self, size: int) -> RegisteredSlab:
-        try:
-            if self.agent is None:
-                self.agent = Agent(self.device)
-            return self.agent.slab(size, in_gpu=self.context.peers[self.group.rank].rdma)
-        except NixlError as error:
-            raise ReshardError(f"{error}: use backend='nccl'") from error
 
     def is_handle_of(self, peer: int, handle: str) -> bool:
         return AgentHandle.decode(handle) is not None
 
-    def open_slots(self, peer: int, slab: SlabLocation) -> int:
-        """Return where the slots of a trainer's rank are read into, and unpacked from."""
-        if self.landing is None:
-            self.landing = self._registered(SLOTS * self.limit * len(self.incoming))
+    def open_slots(self, line: Line, slab: SlabLocation, start: int, own: int | None) -> int:
         source = AgentHandle.decode(slab.handle)
-        assert source is not None and self.agent is not None
-        self.agent.meet(source.agent, self.group.names[peer])
-        self.sources[peer] = source, dict(slab.starts)[self.group.rank]
-        return self.landing.address + self._landing_start(peer)
+        assert source is not None and own is not None and self.agent is not None and self.slab is not None
+        self.agent.meet(source.agent, self.group.names[self.owners[line].rank])
+        self.sources[line] = source, start, own - self.slab.address
+        return own
 
-    def _landing_start(self, peer: int) -> int:
-        """Return where what comes from a trainer's rank starts in the landing."""
-        return SLOTS * self.limit * [*self.incoming].index(peer)
+    def begin_fetch(self, line: Line, one: SlotRound) -> Any:
+        source, start, own_start = self.sources[line]
+        assert self.agent is not None and self.slab is not None
+        return self.agent.read(self.slab, own_start + one.offset, one.size, source, start + one.offset)
 
-    def run(self, number: int) -> None:
-        super().run(number)
-        self._unpack_landed()
-
-    def unpack(self, rounds: Mapping[int, SlotRound]) -> None:
-        """Read a round of each trainer's rank as soon as it is packed, and unpack the ones before
-        meanwhile."""
-        reads = {}
-        for peer, one in rounds.items():
-            self.wait_for("packed", peer, self.counts[peer, DST] + 1)
-            reads[peer] = self._begin_read(peer, one)
-        self._unpack_landed()
-        for peer, read in reads.items():
-            self._end_read(peer, read)
-            self.tell("taken", [peer], DST)
-        self.landed = [*rounds.values()]
-
-    def _begin_read(self, peer: int, one: SlotRound) -> Any:
-        source, start = self.sources[peer]
-        assert self.agent is not None and self.landing is not None
-        landing_start = self._landing_start(peer) + one.offset
-        return self.agent.read(self.landing, landing_start, one.size, source, start + one.offset)
-
-    def _end_read(self, peer: int, read: Any) -> None:
-        """Wait until a read has ended. Raises ReshardError or RuntimeError where a member fails, or the
-        bytes do not come."""
+    def end_fetch(self, line: Line, fetch: Any) -> None:
         assert self.agent is not None
         checked = time.monotonic()
         deadline = checked + self.group.timeout
-        while not self.agent.has_ended(read):
+        while not self.agent.has_ended(fetch):
             now = time.monotonic()
             if now > deadline:
-                who, seconds = self.group.names[peer], self.group.timeout
+                who, seconds = self.group.names[self.owners[line].rank], self.group.timeout
                 raise RuntimeError(f"the bytes of {who} did not come within {seconds:g} s")
             if now - checked > CHECK_SECONDS:
                 checked = now
                 self.group.attend()
             time.sleep(POLL_SECONDS)
 
-    def _unpack_landed(self) -> None:
-        for one in self.landed:
-            one.packed.run()
-        self.end_copies(self.landed)
-        self.landed = []
+    def unpack_landed(self) -> None:
+        """Unpack what was read, and wait for that: the network writes there next."""
+        lines = [*self.landed]
+        super().unpack_landed()
+        self.end_copies(lines)
 
     def free(self) -> None:
         """Keep the memory, which stays registered until `close`."""
 
     def close(self, broken: bool = False) -> None:
-        self.landed = []
+        self.landed.clear()
         self.sources.clear()
         self.tables.clear()
         self.sending, self.receiving = {}, {}
         if self.agent is not None:
             self.agent.close()
-        self.agent = self.slab = self.landing = None
+        self.agent = self.slab = None

@@ -1,7 +1,8 @@
 """Staging within a host: pieces are packed into memory that others can map, a slab, and unpacked from there.
 
 Expandable segments have no handle for other processes, and NCCL connects no two processes of one
-GPU; a slab serves both (`reshard.refit.transports.slots`).
+GPU; a slab serves both (`reshard.refit.transports.slots`). What an engine's rank passes on it copies into a slab of its
+own.
 """
 
 import ctypes
@@ -15,14 +16,16 @@ import torch
 from reshard.comm.client import PeerMemoryError
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.device.cuda import cuda_free, cuda_memory, exported
+from reshard.refit.copying.copies import CopyTable, event_now
 from reshard.refit.copying.flows import Incoming, Outgoing
-from reshard.refit.copying.tables import ALIGNMENT, TILE_BYTES
+from reshard.refit.copying.tables import table_of, tiles_of
 from reshard.refit.protocol.memory import TrainerMemory, is_handle
 from reshard.refit.protocol.slab import SlabLocation
-from reshard.refit.routes import CUDA_IPC, NCCL, STAGED, Pair, Reach
+from reshard.refit.relays import Line
+from reshard.refit.routes import CUDA_IPC, NCCL, RELAY, STAGED, Pair, Reach
 from reshard.refit.transports.context import Context
 from reshard.refit.transports.mapped import HINT, MappedMemory
-from reshard.refit.transports.slots import SLOTS, SlotTransport, slab_numbers
+from reshard.refit.transports.slots import SLOTS, SlotRound, SlotTransport, slab_numbers
 
 UNMAPPABLE = ": the trainer's memory cannot be mapped by other processes (expandable segments?)"
 NAME = "reshard"  # of the file that a slab of the host's memory is
@@ -129,15 +132,31 @@ def automatic(pair: Pair) -> bool:
     return pair.on_gpus and not pair.shared
 
 
-class Staged(SlotTransport):
-    """This member's pairs of this kind. `bucket_bytes` bounds the slab of a rank."""
+def gains(pair: Pair) -> bool:
+    """Where each has a GPU of its own, and there are many to fill: within one memory a copy more is only slower."""
+    return pair.shared
 
-    reach = Reach(STAGED, reaches, frozenset({STAGED}), automatic, replaces=frozenset({CUDA_IPC, NCCL}))
+
+class Staged(SlotTransport):
+    """This member's lines of this kind. `bucket_bytes` bounds the slab of a rank."""
+
+    reach = Reach(
+        STAGED,
+        reaches,
+        frozenset({STAGED, RELAY}),
+        automatic,
+        replaces=frozenset({CUDA_IPC, NCCL}),
+        relays=gains,
+    )
+    takes_all, fetch_launches = False, 1
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.slab: SharedSlab | None = None
         self.views = Views(self.device)
+        # Of lines that are passed on: where the slots of the owner are mapped, and those of this member, and the copies
+        # from there by a slot's offset and bytes.
+        self.passing: dict[Line, tuple[int, int, dict[tuple[int, int], CopyTable]]] = {}
 
     def prepare(
         self,
@@ -147,23 +166,14 @@ class Staged(SlotTransport):
     ) -> None:
         """Take these tables. A slab of the right size stays, since others may have it mapped."""
         super().prepare(outgoing, incoming, elsewhere)
-        limit = self.slot_bytes(max(1, len(outgoing)))
-        if outgoing and limit < TILE_BYTES:
-            least = SLOTS * len(outgoing) * TILE_BYTES
-            raise ReshardError(
-                f"bucket_bytes {self.context.bucket_bytes} is too little for "
-                f"{len(outgoing)} readers: {least} is the least"
-            )
-        if self.slab is not None and self.slab.size != SLOTS * limit * len(outgoing):
-            self._free_slab()
+        self.passing.clear()
 
     def why(self) -> str:
         return "" if self.context.backend == STAGED else UNMAPPABLE
 
-    def slot_bytes(self, readers: int) -> int:
-        return self.context.bucket_bytes // (SLOTS * readers) // ALIGNMENT * ALIGNMENT
-
     def own_slab(self, size: int) -> SharedSlab:
+        if self.slab is not None and self.slab.size != size:
+            self._free_slab()
         if self.slab is None:
             self.slab = SharedSlab(size, self.device)
         return self.slab
@@ -171,10 +181,25 @@ class Staged(SlotTransport):
     def is_handle_of(self, peer: int, handle: str) -> bool:
         return is_slab_of(handle, self.context.peers[peer].pid, self.device)
 
-    def open_slots(self, peer: int, slab: SlabLocation) -> int:
-        """Return where the slots of a trainer's rank are mapped, and unpacked from."""
-        size, who = SLOTS * slab.limit * len(slab.starts), self.group.names[peer]
-        return self.views.address(slab.number, slab.handle, size, who) + dict(slab.starts)[self.group.rank]
+    def open_slots(self, line: Line, slab: SlabLocation, start: int, own: int | None) -> int:
+        who = self.group.names[self.owners[line].rank]
+        address = self.views.address(slab.number, slab.handle, slab.size(SLOTS), who) + start
+        if own is None:
+            return address
+        if self.passing.get(line, ())[:2] != (address, own):
+            self.passing[line] = address, own, {}
+        return own
+
+    def begin_fetch(self, line: Line, one: SlotRound) -> torch.cuda.Event | None:
+        source, own, copies = self.passing[line]
+        if (one.offset, one.size) not in copies:
+            copy = table_of([(source + one.offset, own + one.offset, 1, one.size, 0, 0)])
+            copies[one.offset, one.size] = CopyTable(tiles_of(copy)[0], self.device)
+        copies[one.offset, one.size].run()
+        return event_now(self.device)
+
+    def end_fetch(self, line: Line, fetch: torch.cuda.Event | None) -> None:
+        self.end_copies([line], fetch)
 
     def release(self, but: Mapping[int, TrainerMemory] | None = None) -> None:
         """Unmap the others' slabs, which they then may free."""

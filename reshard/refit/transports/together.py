@@ -1,5 +1,6 @@
 """The transports of a connection as one, for who need not know which there are."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack
 
@@ -30,13 +31,13 @@ class Transports:
     def work(self) -> Work:
         """The work of all."""
         works = [transport.work for transport in self]
-        received: dict[str, int] = {}
+        received: Counter[str] = Counter()  # of relays by any of them
         shards: dict[int, np.ndarray] = {}
         for work in works:
-            received |= work.received_bytes
+            received.update(work.received_bytes)
             shards |= work.shards or {}
         return Work(
-            received,
+            dict(received),
             frozenset().union(*(work.numbers for work in works)),
             any(work.is_sending for work in works),
             any(work.is_blocking for work in works),
