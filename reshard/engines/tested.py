@@ -19,13 +19,17 @@ class TestedEngine(NamedTuple):
     def unknown(self, what: str) -> ReshardError:
         """Return the error for an engine that differs from the tested ones; `what` completes "this
         vLLM"."""
-        try:
-            version = metadata.version(self.package)
-        except metadata.PackageNotFoundError:
-            version = "of no known version"
         return ReshardError(
-            f"this {self.name} {version} {what}; refits are tested with {self.name} {self.versions}"
+            f"this {self.name} {self.installed} {what}; refits are tested with {self.name} {self.versions}"
         )
+
+    @property
+    def installed(self) -> str:
+        """The version that is installed here."""
+        try:
+            return metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return "of no known version"
 
     @contextmanager
     def known(self, what: str) -> Iterator[None]:
