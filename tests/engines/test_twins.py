@@ -6,49 +6,78 @@ from pathlib import Path
 import pytest
 
 from tests.megatron.test_logits import TP, flags_at
-from tests.refit.test_blocks_engine import published
 from tests.starting.ranks import free_port, run_on_ranks
-from tests.tools.by_compressed_tensors import config_of
+from tests.tools.by_compressed_tensors import MADE_UP, config_of
+
+
+def without(ends: list[str], held: dict) -> dict:
+    return {name: bits for name, bits in held.items() if not name.endswith(tuple(ends))}
 
 
 def compressed(kind: str, strategy: str, **options) -> dict:
     return {"hf_overrides": {"quantization_config": config_of(kind, strategy)}, **options}
 
 
-BLOCKS = {"quantization": "fp8_per_block"}
+ONLINE = {"quantization": "fp8_per_block"}
+ARRANGED = {**ONLINE, "moe_backend": "flashinfer_trtllm"}
 # The model, how it is served, on how many ranks, and how others are served that get nothing, with what is said of each.
 CASES = {
-    "fp8 in blocks": ("served-moe-halves", {**BLOCKS, "tp": 2}, 2, {}),
-    "fp8 in packed blocks": (
-        "served-moe-halves", {**BLOCKS, "linear_backend": "deep_gemm", "moe_backend": "deep_gemm"}, 1, {}
+    "fp8 in blocks": (
+        "served-moe-halves", {**ONLINE, "tp": 2}, 2,
+        {"by tensor": ({"quantization": "fp8"}, "by PerTensorTorchFP8ScaledMMLinearKernel here, and "),
+         "in bf16": ({"quantization": None}, " is nothing here, and ")},
     ),
-    "fp8 in blocks, arranged": ("served-moe-halves", {**BLOCKS, "moe_backend": "flashinfer_trtllm"}, 1, {}),
+    "fp8 in packed blocks": (
+        "served-moe-halves", {**ONLINE, "linear_backend": "deep_gemm", "moe_backend": "deep_gemm"}, 1, {},
+    ),
+    "fp8 in blocks, arranged": (
+        "served-moe-halves", ARRANGED, 1,
+        {"for another kernel": ({"moe_backend": "triton"}, "MoEMethod by FLASHINFER_TRTLLM there")},
+    ),
     "fp8 by tensor": ("qwen3", {"tp": 2, "quantization": "fp8"}, 2, {}),
     "fp8 by channel, latent attention": ("deepseek-v3", compressed("float", "channel", tp=2), 2, {}),
-    "int4 by Marlin": ("llama-bias", compressed("int4", "group 16"), 1, {}),
+    "int4 by Marlin": (
+        "llama-bias", compressed("int4", "group 16"), 1,
+        {"in larger groups": (compressed("int4", "group 32"), ".group_size is 32 here, and 16 there")},
+    ),
     "mxfp8": (
         "served-moe-halves",
         {"quantization": "mxfp8", "moe_backend": "flashinfer_trtllm", "linear_backend": "flashinfer_cutlass"},
-        1,
-        {},
+        1, {},
     ),
+    "bf16, with what is computed of A_log": ("nemotron-h-moe", {}, 1, {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_newcomer_gets_every_bit_of_a_quantized_engine_and_is_refitted_after_that(case, converted, tmp_path):
+def test_a_newcomer_gets_every_bit_of_an_engine_and_is_refitted_after_that(case, converted, tmp_path):
     variant, engine, ranks, others = CASES[case]
     checkpoints = converted(variant)
-    sides = {"trainer": ranks, "engine": ranks, "together": True, "folder": str(tmp_path), "port": free_port()}
-    flags = flags_at(Path(checkpoints[0][1]), f"{TP} {ranks}")
-    for said in run_on_ranks(
-        ranks, "brought_up", sides, flags, checkpoints, engine, {name: how for name, (how, _) in others.items()},
-        module="refit_twins_on_cpu",
-    ):  # fmt: skip
-        print({k: v for k, v in said.items() if k not in ("lent", "before", "got", "still lent", "refitted")})
-        wrong = [name for name, bits in said["lent"].items() if said["got"].get(name) != bits]
-        print(len(said["lent"]), wrong[:10])
+    sides = {
+        "trainer": ranks,
+        "engine": ranks,
+        "together": True,
+        "folder": str(tmp_path),
+        "port": free_port(),
+    }
+    flags = flags_at(Path(checkpoints[0][1]), f"{TP} {ranks}" if ranks > 1 else "")
+    arguments = sides, flags, checkpoints, engine, {name: how for name, (how, _) in others.items()}
+    for said in run_on_ranks(ranks, "brought_up", *arguments, module="refit_twins_on_cpu"):
         assert said["said"] == "no error" and said["version"] == 3 and said["serves"] == (True, True)
-        assert said["got"] == said["lent"] == said["still lent"] != said["before"]
-        one, other = said["refitted"]
+        assert without(MADE_UP, said["got"]) == without(MADE_UP, said["lent"]), (
+            "but for what no weights change"
+        )
+        changed = [name for name, bits in said["got"].items() if said["before"][name] != bits]
+        assert len(changed) > len(said["got"]) // 4 and said["still lent"] == said["lent"]
+        one, other = (without(MADE_UP, held) for held in said["refitted"])
         assert one == other and not said["moved"]
+        # Controls.
+        assert (
+            "holds dummy weights" in said["early"] and "serves version 3, and cannot" in said["other version"]
+        )
+        sentence, serves = said["spoiled"]
+        assert "1 tensors did not arrive as they are" in sentence and not serves
+        for name, (_, expected) in others.items():
+            sentence = said["others"][name]
+            assert "serves weights in a form of its own" in sentence and expected in sentence, sentence
+            assert "\n" not in sentence

@@ -1,7 +1,6 @@
 """vLLM's real model classes that serve quantized weights, and hand these on as they are, as `refit_on_cpu` runs
 them: an engine that a trainer has refitted, and others that get its weights from it."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,7 +14,8 @@ from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu.refit_on_cpu import engine_of
 from tests.starting.ranks import caught, free_port
 from tests.tools.lender import Lender
-from tests.tools.refit_sides import bits_of, fingerprint, start, trainer
+from tests.tools.reachable import reachable
+from tests.tools.refit_sides import fingerprint, start, trainer
 
 VERSION = 3
 
@@ -25,33 +25,6 @@ class RankOfLender(Lender):
 
     def _reshard_rank(self) -> int:
         return dist.get_rank()
-
-
-def reachable(module: torch.nn.Module) -> dict[str, tuple]:
-    """The bits of every tensor that a model holds, wherever vLLM keeps it: in parameters, buffers and plain attributes,
-    in kernels, configs, and lists of these."""
-    found: dict[str, tuple] = {}
-    seen: set[int] = set()
-
-    def parts(one: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(one, dict):
-            yield from ((str(key), value) for key, value in one.items())
-        elif isinstance(one, list | tuple):
-            yield from ((str(place), value) for place, value in enumerate(one))
-        elif isinstance(one, torch.nn.Module) or type(one).__module__.startswith("vllm."):
-            yield from vars(one).items() if hasattr(one, "__dict__") else ()
-
-    def walk(name: str, one: Any) -> None:
-        if isinstance(one, torch.Tensor):
-            if not one.is_meta:
-                found[name] = bits_of(one)
-        elif id(one) not in seen and not isinstance(one, type):
-            seen.add(id(one))
-            for key, value in parts(one):
-                walk(f"{name}.{key}", value)
-
-    walk("", module)
-    return found
 
 
 def on_all(value: Any) -> list[Any]:
@@ -90,33 +63,40 @@ def handed_on(worker: Lender, newcomer: VllmModel, version: int = VERSION) -> st
     return on_all(said[0])[0]
 
 
-def brought_up(rank: int, sides: dict, flags: list[str], checkpoints: list, engine: dict, others: dict) -> dict:
-    """What an engine holds that was refitted from the first of two Megatron checkpoints; what a newcomer holds before
-    and after it has got that from the engine; what both hold after a refit of each from the second one; what is said of
-    `others`, newcomers with other options by a name; and what of a version that nobody serves."""
+def brought_up(
+    rank: int, sides: dict, flags: list[str], checkpoints: list, engine: dict, others: dict
+) -> dict:
+    """What an engine holds that was refitted from the first of two Megatron checkpoints; what a newcomer holds that has
+    loaded other weights, or dummy ones where no checkpoint has this form, before and after it has got that from the
+    engine; what both hold after a refit of each from the second one; what is said of `others`, newcomers with other
+    options by a name; and what of a version that nobody serves."""
     _, _, members = start(rank, sides)
     chunks, load = trainer(flags, checkpoints[0][1])
     source = MegatronModel(chunks)
 
-    def new(**options) -> VllmModel:
-        return VllmModel(*engine_of(checkpoints[0][0], load_format="dummy", **engine | options))
+    def new(directory: str, **options) -> VllmModel:
+        return VllmModel(*engine_of(directory, **engine | options))
 
-    lender = new()
+    (first, _), (second, mcore) = checkpoints
+    dummy = {"load_format": "dummy"}
+    lender = new(first, **dummy)
     link = connect(members, source, lender)
     worker = RankOfLender(lender)
     early = handed_on(worker, lender)
     link.refit(VERSION, verify=True)
-    newcomer = new()
+    newcomer = new(second, **{} if "quantization" in engine else dummy)
     results: dict = {"lent": reachable(lender.module), "before": reachable(newcomer.module), "early": early}
     addresses = [tensor.data_ptr() for tensor in newcomer.tensors.values()]
     results["said"] = handed_on(worker, newcomer)
     results["got"], results["version"] = reachable(newcomer.module), newcomer.version
     results["serves"] = newcomer.ready, lender.ready
     results["still lent"] = reachable(lender.module)
-    results["others"] = {name: handed_on(worker, new(**options)) for name, options in others.items()}
+    results["others"] = {
+        name: handed_on(worker, new(first, **dummy | options)) for name, options in others.items()
+    }
     results["other version"] = handed_on(worker, newcomer, VERSION + 1)
     results["spoiled"] = spoiled(worker, newcomer)
-    load(checkpoints[1][1])
+    load(mcore)
     results["refitted"] = []
     for destination in (lender, newcomer):
         link = connect(members, source, destination)
@@ -128,13 +108,17 @@ def brought_up(rank: int, sides: dict, flags: list[str], checkpoints: list, engi
 
 def spoiled(worker: Lender, newcomer: VllmModel) -> tuple[str, bool]:
     """What is said where a bit of a newcomer's is another one once all have come, and whether it serves."""
-    [name, *_] = newcomer.reloads.round_of or newcomer.blocks
+    [name, *_] = [
+        *newcomer.reloads.round_of,
+        *newcomer.blocks,
+        *(name.rpartition(".")[0] for name in newcomer.decays),
+    ]
     parameter = next(newcomer.module.get_submodule(name).parameters())
     restore = newcomer.restore_left_alone
 
     def spoil() -> None:
         restore()
-        parameter.data.view(-1).view(torch.uint8)[0] ^= 1
+        parameter.data.as_strided((1,), (1,)).view(torch.uint8)[0] ^= 1
 
     newcomer.restore_left_alone = spoil
     said = handed_on(worker, newcomer)

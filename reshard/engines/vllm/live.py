@@ -574,10 +574,10 @@ class VllmModel(LiveEngine):
             "dtype": str(self.vllm_config.model_config.dtype),
             "match_vllm_rounding": str(self.match_vllm_rounding),
         }
-        for layer, blocks in self.blocks.items():
-            facts[f"{layer} (scales)"] = "powers of two" if blocks.powers_of_two else "any numbers"
         for layer in self._arranged_layers():
             facts |= facts_of_layer(layer, self._modules[layer])
+        for layer, blocks in self.blocks.items():
+            facts[f"the scales of {layer}"] = "powers of two" if blocks.powers_of_two else "any numbers"
         return Arrangement(part_of_model(self.rank), facts)
 
     def arranged_tensors(self) -> dict[str, torch.Tensor]:
