@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--way", choices=[*WAYS], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--addresses", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         run_rank(options)
@@ -120,11 +120,8 @@ def of_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return what the processes of one way report, or why one of them failed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        count = options.times + 6
-        addresses: list[str] = []
-        while len(addresses) < count:
-            addresses = [*dict.fromkeys([*addresses, free_address("127.0.0.1")])]
-        arguments = [*sys.argv[1:], "--way", way, "--folder", name, "--addresses", *addresses]
+        address = free_address("127.0.0.1")  # of all
+        arguments = [*sys.argv[1:], "--way", way, "--folder", name, "--address", address]
         processes = [
             subprocess.Popen(
                 [options.python if rank else sys.executable, "-m", "benchmarks.refits.twins", *arguments]
@@ -167,13 +164,18 @@ def config_for(options: argparse.Namespace) -> dict:
     return config
 
 
-def joined(options: argparse.Namespace, index: int, rank: int, size: int) -> RefitGroup:
-    """Return the group that meets at one of the addresses."""
-    return RefitGroup.join(options.addresses[index], rank, size, timeout=400, secret=SECRET)
+def joined(address: str, rank: int, size: int) -> RefitGroup:
+    """Return the group of so many members that meets at an address."""
+    return RefitGroup.join(address, rank, size, timeout=400, secret=SECRET)
 
 
-# The addresses: of all, of the trainer and the engine, of both engines with the trainer, of the control, and of times.
-ALL, FIRST, BOTH, SPOILED, TIMES = 0, 1, 2, 3, 5
+def next_address(group: RefitGroup) -> str:
+    """Return an address for all that is free now, as the trainer finds it."""
+    own = free_address("127.0.0.1") if group.rank == TRAINER else ""
+    group.begin("the next address")
+    answers = group.gather("address", own.encode())
+    group.commit()
+    return answers[TRAINER].decode()
 
 
 def train(options: argparse.Namespace) -> dict:
@@ -188,27 +190,25 @@ def train(options: argparse.Namespace) -> dict:
     with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).requires_grad_(False)
     model.config.architectures = config["architectures"]
-    group = joined(options, ALL, TRAINER, 3)
-    meet(group, "all are there")
-    link = connect(joined(options, FIRST, TRAINER, 2), FsdpModel(model), None)
+    group = joined(options.address, TRAINER, 3)
+    link = connect(joined(next_address(group), TRAINER, 2), FsdpModel(model), None)
     link.refit(VERSION, verify=True)
     meet(group, "the engine is refitted")
     link.close()
-    for index in [*range(TIMES, TIMES + options.times + 1), SPOILED]:
-        meet(group, "a start")
-        members = joined(options, index, TRAINER, 3)
+    for turn in range(options.times + 2):
+        members = joined(next_address(group), TRAINER, 3)
         try:
             without_weights = connect(members, None, None, backend=options.backend)
             without_weights.refit(VERSION, verify=True)
         except ReshardError:
-            if index != SPOILED:
+            if turn <= options.times:  # the last one is spoiled
                 raise
+        meet(group, "an end")
         members.close()
     compared(group, None)
     for parameter in model.parameters():
         parameter.mul_(1.25 if parameter.ndim > 1 else 0.75)
-    meet(group, "other weights")
-    link = connect(joined(options, BOTH, TRAINER, 3), FsdpModel(model), None)
+    link = connect(joined(next_address(group), TRAINER, 3), FsdpModel(model), None)
     link.refit(VERSION + 1, verify=True)
     compared(group, None)
     return {}
@@ -228,8 +228,7 @@ def serve(options: argparse.Namespace) -> dict:
         settings["gpu_memory_utilization"] = 0.3
     llm = vllm_engine(options.folder / f"model {options.rank}", config, **settings | WAYS[options.way])
     side = Side(options, llm, VllmModel.from_llm(llm), config["vocab_size"])
-    side.group = joined(options, ALL, options.rank, 3)
-    meet(side.group, "all are there")
+    side.group = joined(options.address, options.rank, 3)
     return side.lend() if options.rank == LENDER else side.bring_up()
 
 
@@ -253,32 +252,25 @@ class Side:
     def lend(self) -> dict[str, Any]:
         """Be refitted, and hand that on; return how long the first took, and how many tensors were compared."""
         options, engine = self.options, self.engine
-        link = connect(joined(options, FIRST, 1, 2), None, engine)
+        link = connect(joined(next_address(self.group), 1, 2), None, engine)
         link.refit(VERSION, verify=True)
         meet(self.group, "the engine is refitted")
         link.close()
         worker, said = Lender(engine), self.look()
-        for index in [*range(TIMES, TIMES + options.times + 1), SPOILED]:
-            meet(self.group, "a start")
+        for turn in range(options.times + 2):
+            address = next_address(self.group)
             worker.reshard_lend(
-                options.addresses[index],
-                LENDER,
-                3,
-                VERSION,
-                timeout=400.0,
-                secret=SECRET,
-                backend=options.backend,
+                address, LENDER, 3, VERSION, timeout=400.0, secret=SECRET, backend=options.backend
             )
-            thread, generated = worker._reshard_lending._thread, 0
-            while index == TIMES + options.times and thread.is_alive():
+            thread = worker._reshard_lending._thread
+            while turn == options.times and thread.is_alive():
                 self.llm.reset_prefix_cache()
                 if spoken(self.llm, self.vocabulary) != said["said"]:
                     raise ReshardError("the engine says something else while it hands on its weights")
-                generated += 1
             thread.join()
+            meet(self.group, "an end")
         differing = compared(self.group, said)
-        meet(self.group, "other weights")
-        link = connect(joined(options, BOTH, 1, 3), None, engine)
+        link = connect(joined(next_address(self.group), 1, 3), None, engine)
         link.refit(VERSION + 1, verify=True)
         other = self.look()
         both = compared(self.group, other)
@@ -295,15 +287,16 @@ class Side:
     def bring_up(self) -> dict[str, Any]:
         """Get the weights, several times; return the seconds."""
         options, engine = self.options, self.engine
+        next_address(self.group)  # of the trainer and the other engine
         meet(self.group, "the engine is refitted")
         refused, before = raised(lambda: spoken(self.llm, self.vocabulary)), reachable(engine.module)
         seconds, transfers, routes = [], [], []
-        for index in range(TIMES, TIMES + options.times + 1):
-            if index > TIMES:
+        for turn in range(options.times + 1):
+            if turn:
                 for region in handed_on_by(engine).memory:
                     region.tensor.zero_()
-            meet(self.group, "a start")
-            took, transfer, routes = self.take(index)
+            took, transfer, routes = self.take(next_address(self.group))
+            meet(self.group, "an end")
             seconds.append(took)
             transfers.append(transfer)
         got = self.look()
@@ -313,8 +306,7 @@ class Side:
         if not [name for name, bits in got["held"].items() if before.get(name) != bits]:
             raise ReshardError("the newcomer held the same before")
         compared(self.group, got)
-        meet(self.group, "other weights")
-        link = connect(joined(options, BOTH, 2, 3), None, engine)
+        link = connect(joined(next_address(self.group), 2, 3), None, engine)
         link.refit(VERSION + 1, verify=True)
         compared(self.group, self.look())
         size = sum(part.tensor.nbytes for part in handed_on_by(engine).memory)
@@ -336,10 +328,10 @@ class Side:
             "routes": routes,
         }
 
-    def take(self, index: int) -> tuple[float, float, Any]:
+    def take(self, address: str) -> tuple[float, float, Any]:
         """Get the weights once; return the seconds, those of the transfer, and the routes."""
         began = time.monotonic()
-        members = joined(self.options, index, NEWCOMER, 3)
+        members = joined(address, NEWCOMER, 3)
         try:
             link = connect(members, None, self.engine, backend=self.options.backend)
             try:
@@ -361,10 +353,11 @@ class Side:
             restore()
             parameter.data.as_strided((1,), (1,)).view(torch.uint8)[0] ^= 1
 
-        meet(self.group, "a start")
         engine.restore_left_alone = spoil
-        said = raised(lambda: self.take(SPOILED))
+        address = next_address(self.group)
+        said = raised(lambda: self.take(address))
         engine.restore_left_alone = restore
+        meet(self.group, "an end")
         return said
 
 

@@ -113,6 +113,13 @@ def bytes_of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     return plain.as_strided((count,), (1,)).view(BYTES)
 
 
+def described(tensor: torch.Tensor) -> list[Any]:
+    """Return the dtype, the shape and the strides of a tensor; that of a single element means nothing."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride if length > 1 else 1 for length, stride in dims]
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
+
+
 def without_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
     """Return the memory of tensors that have any, by name; one name for what several views are of."""
     spans = []
@@ -151,11 +158,8 @@ class Twin(Engine):
         self.arrangement = Arrangement(
             arrangement.rank,
             arrangement.facts,
-            {
-                # One that is a view of another is to be one there, too.
-                name: [str(one.dtype).removeprefix("torch."), list(one.shape), list(one.stride())]
-                for name, one in ((name, tensors[name]) for name in memory)
-            },
+            # One that is a view of another is to be one there, too.
+            {name: described(tensors[name]) for name in memory},
             sorted(engine.optional & held),
         )
         self._memory = memory

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import install_sglang_cpu
 from tests.megatron.test_logits import TP, flags_at
+from tests.refit.test_blocks_engine import published
+from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.by_compressed_tensors import MADE_UP, config_of
 
@@ -49,35 +52,54 @@ CASES = {
 }  # fmt: skip
 
 
+def check(said: dict, others: dict[str, str]) -> None:
+    """Raise AssertionError unless a newcomer got every bit, and `others` heard this."""
+    assert said["said"] == "no error" and said["version"] == 3 and said["serves"] == (True, True)
+    assert without(MADE_UP, said["got"]) == without(MADE_UP, said["lent"]), "but for what no weights change"
+    changed = [name for name, bits in said["got"].items() if said["before"][name] != bits]
+    assert len(changed) > len(said["got"]) // 4 and said["still lent"] == said["lent"]
+    one, other = (without(MADE_UP, held) for held in said["refitted"])
+    assert one == other and not said["moved"]
+    # Controls.
+    assert "dummy weights" in said["early"] and "serves version 3, and cannot" in said["other version"]
+    sentence, serves = said["spoiled"]
+    assert "1 tensors did not arrive as they are" in sentence and not serves
+    for name, expected in others.items():
+        sentence = said["others"][name]
+        assert "serves weights in a form of its own" in sentence and expected in sentence, sentence
+        assert "\n" not in sentence
+
+
+def arguments(checkpoints, engine: dict, ranks: int, loads: str, others: dict, folder: Path) -> tuple:
+    sides = {"trainer": ranks, "engine": ranks, "together": True, "folder": str(folder), "port": free_port()}
+    flags = flags_at(Path(checkpoints[0][1]), f"{TP} {ranks}" if ranks > 1 else "")
+    return sides, flags, checkpoints, engine, loads, others
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_newcomer_gets_every_bit_of_an_engine_and_is_refitted_after_that(case, converted, tmp_path):
     variant, engine, ranks, others = CASES[case]
     checkpoints = converted(variant)
-    sides = {
-        "trainer": ranks,
-        "engine": ranks,
-        "together": True,
-        "folder": str(tmp_path),
-        "port": free_port(),
-    }
-    flags = flags_at(Path(checkpoints[0][1]), f"{TP} {ranks}" if ranks > 1 else "")
-    arguments = sides, flags, checkpoints, engine, {name: how for name, (how, _) in others.items()}
-    for said in run_on_ranks(ranks, "brought_up", *arguments, module="refit_twins_on_cpu"):
-        assert said["said"] == "no error" and said["version"] == 3 and said["serves"] == (True, True)
-        assert without(MADE_UP, said["got"]) == without(MADE_UP, said["lent"]), (
-            "but for what no weights change"
-        )
-        changed = [name for name, bits in said["got"].items() if said["before"][name] != bits]
-        assert len(changed) > len(said["got"]) // 4 and said["still lent"] == said["lent"]
-        one, other = (without(MADE_UP, held) for held in said["refitted"])
-        assert one == other and not said["moved"]
-        # Controls.
-        assert (
-            "holds dummy weights" in said["early"] and "serves version 3, and cannot" in said["other version"]
-        )
-        sentence, serves = said["spoiled"]
-        assert "1 tensors did not arrive as they are" in sentence and not serves
-        for name, (_, expected) in others.items():
-            sentence = said["others"][name]
-            assert "serves weights in a form of its own" in sentence and expected in sentence, sentence
-            assert "\n" not in sentence
+    loads = "" if "hf_overrides" in engine else checkpoints[1][0]
+    options = {name: how for name, (how, _) in others.items()}
+    given = arguments(checkpoints, engine, ranks, loads, options, tmp_path)
+    for said in run_on_ranks(ranks, "brought_up", *given, module="refit_twins_on_cpu"):
+        check(said, {name: expected for name, (_, expected) in others.items()})
+
+
+@pytest.mark.parametrize("variant", ["served-moe-blocks", "served-mla-blocks"])
+def test_a_newcomer_of_sglang_gets_every_bit_of_blocks_and_of_what_is_derived_of_them(
+    variant, converted, tmp_path
+):
+    checkpoints = converted(variant)
+    [_, other], blocks = published(checkpoints, tmp_path)
+    (tmp_path / "run").mkdir()
+    others = {"in bf16": {"hf_overrides": {}}}
+    given = arguments(checkpoints, blocks, 1, other, others, tmp_path / "run")
+    [said] = run_on_ranks(
+        1, "brought_up", *given, module="refit_twins_sglang_on_cpu",
+        python=warm.python_of_sglang(), environment=install_sglang_cpu.environment_of_engine(),
+    )  # fmt: skip
+    check(said, {"in bf16": "is nothing here, and fp8 blocks by "})
+    if "mla" in variant:
+        assert any(name.endswith("w_kc") for name in said["got"])

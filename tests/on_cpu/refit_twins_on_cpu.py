@@ -1,126 +1,15 @@
 """vLLM's real model classes that serve quantized weights, and hand these on as they are, as `refit_on_cpu` runs
-them: an engine that a trainer has refitted, and others that get its weights from it."""
-
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
-
-import torch
-import torch.distributed as dist
+them."""
 
 from reshard.engines.vllm.live import VllmModel
-from reshard.refit import RefitGroup, connect
-from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu.refit_on_cpu import engine_of
-from tests.starting.ranks import caught, free_port
-from tests.tools.lender import Lender
-from tests.tools.reachable import reachable
-from tests.tools.refit_sides import fingerprint, start, trainer
-
-VERSION = 3
+from tests.tools import twins
 
 
-class RankOfLender(Lender):
-    """A worker among those of an engine whose ranks are this process's group."""
+def brought_up(rank: int, sides: dict, flags: list[str], checkpoints: list, engine: dict, *rest) -> dict:
+    """See `tests.tools.twins.brought_up`; `engine` are the options of all engines, but of others."""
 
-    def _reshard_rank(self) -> int:
-        return dist.get_rank()
-
-
-def on_all(value: Any) -> list[Any]:
-    """The values of all ranks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def handed_on(worker: Lender, newcomer: VllmModel, version: int = VERSION) -> str:
-    """What comes of having a newcomer get a version from an engine, by a process without weights, as all ranks tell
-    it."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    [port, *_] = on_all(free_port())
-    address, size = f"127.0.0.1:{port}", 1 + 2 * ranks
-    refused = caught(lambda: worker.reshard_lend(address, 1, size, version, timeout=60.0))
-    [refused, *_] = on_all(refused)
-    if refused != "no error":
-        return refused
-
-    def member(number: int, engine: VllmModel | None) -> None:
-        group = RefitGroup.join(address, number, size, timeout=60)
-        try:
-            link = connect(group, None, engine)
-            try:
-                link.refit(version, verify=True)
-            finally:
-                link.close()
-        finally:
-            group.close()
-
-    sides = [(1 + ranks + rank, newcomer)] + ([(0, None)] if rank == 0 else [])
-    with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(lambda side: caught(partial(member, *side)), sides))
-    worker._reshard_lending._thread.join()
-    return on_all(said[0])[0]
-
-
-def brought_up(
-    rank: int, sides: dict, flags: list[str], checkpoints: list, engine: dict, others: dict
-) -> dict:
-    """What an engine holds that was refitted from the first of two Megatron checkpoints; what a newcomer holds that has
-    loaded other weights, or dummy ones where no checkpoint has this form, before and after it has got that from the
-    engine; what both hold after a refit of each from the second one; what is said of `others`, newcomers with other
-    options by a name; and what of a version that nobody serves."""
-    _, _, members = start(rank, sides)
-    chunks, load = trainer(flags, checkpoints[0][1])
-    source = MegatronModel(chunks)
-
-    def new(directory: str, **options) -> VllmModel:
+    def make(directory: str, **options) -> VllmModel:
         return VllmModel(*engine_of(directory, **engine | options))
 
-    (first, _), (second, mcore) = checkpoints
-    dummy = {"load_format": "dummy"}
-    lender = new(first, **dummy)
-    link = connect(members, source, lender)
-    worker = RankOfLender(lender)
-    early = handed_on(worker, lender)
-    link.refit(VERSION, verify=True)
-    newcomer = new(second, **{} if "quantization" in engine else dummy)
-    results: dict = {"lent": reachable(lender.module), "before": reachable(newcomer.module), "early": early}
-    addresses = [tensor.data_ptr() for tensor in newcomer.tensors.values()]
-    results["said"] = handed_on(worker, newcomer)
-    results["got"], results["version"] = reachable(newcomer.module), newcomer.version
-    results["serves"] = newcomer.ready, lender.ready
-    results["still lent"] = reachable(lender.module)
-    results["others"] = {
-        name: handed_on(worker, new(first, **dummy | options)) for name, options in others.items()
-    }
-    results["other version"] = handed_on(worker, newcomer, VERSION + 1)
-    results["spoiled"] = spoiled(worker, newcomer)
-    load(mcore)
-    results["refitted"] = []
-    for destination in (lender, newcomer):
-        link = connect(members, source, destination)
-        link.refit(VERSION + 2, verify=True)
-        results["refitted"].append(fingerprint(destination.module))
-    results["moved"] = addresses != [tensor.data_ptr() for tensor in newcomer.tensors.values()]
-    return results
-
-
-def spoiled(worker: Lender, newcomer: VllmModel) -> tuple[str, bool]:
-    """What is said where a bit of a newcomer's is another one once all have come, and whether it serves."""
-    [name, *_] = [
-        *newcomer.reloads.round_of,
-        *newcomer.blocks,
-        *(name.rpartition(".")[0] for name in newcomer.decays),
-    ]
-    parameter = next(newcomer.module.get_submodule(name).parameters())
-    restore = newcomer.restore_left_alone
-
-    def spoil() -> None:
-        restore()
-        parameter.data.as_strided((1,), (1,)).view(torch.uint8)[0] ^= 1
-
-    newcomer.restore_left_alone = spoil
-    said = handed_on(worker, newcomer)
-    newcomer.restore_left_alone = restore
-    return said, newcomer.ready
+    return twins.brought_up(rank, sides, flags, checkpoints, make, *rest, "vllm.")

@@ -42,3 +42,12 @@ def written_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return those of an engine's tensors that a refit writes, or has it derive."""
     return {name: tensor for name, tensor in tensors.items() if accounts[name].what != LEFT_ALONE}
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a digest of the bits of tensors and of their names."""
+    total = blake2b(digest_size=DIGEST_BYTES)
+    for name, tensor in sorted(tensors.items()):
+        bits = tensor.detach().contiguous().flatten().view(torch.uint8).cpu()
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode() + bits.numpy().tobytes())
+    return total.hexdigest()

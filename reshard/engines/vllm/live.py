@@ -20,7 +20,7 @@ from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower
-from reshard.engines.placing.twins import part_of_model, written_tensors
+from reshard.engines.placing.twins import digest_of, part_of_model, written_tensors
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace
@@ -578,6 +578,8 @@ class VllmModel(LiveEngine):
             facts |= facts_of_layer(layer, self._modules[layer])
         for layer, blocks in self.blocks.items():
             facts[f"the scales of {layer}"] = "powers of two" if blocks.powers_of_two else "any numbers"
+        for layer, scales in self.reloads.input_scales().items():
+            facts[f"the scales of the input of {layer}"] = digest_of(scales)
         return Arrangement(part_of_model(self.rank), facts)
 
     def arranged_tensors(self) -> dict[str, torch.Tensor]:

@@ -55,4 +55,5 @@ def _attributes(name: str, module: torch.nn.Module) -> Iterator[tuple[str, str, 
         kind = type(one).__name__
         if not kind.endswith(CONFIG):
             owner = f"{name} ({kind} {place})" if place else name
-            yield from ((owner, key, value) for key, value in vars(one).items())
+            # A copy of the attributes, since the engine serves meanwhile.
+            yield from ((owner, key, value) for key, value in [*vars(one).items()])
