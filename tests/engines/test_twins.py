@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import install_sglang_cpu
+from tests.engines.test_nvfp4_engine import config_of as in_nvfp4
 from tests.megatron.test_logits import TP, flags_at
 from tests.refit.test_blocks_engine import published
 from tests.starting import warm
@@ -43,6 +44,7 @@ CASES = {
         "llama-bias", compressed("int4", "group 16"), 1,
         {"in larger groups": (compressed("int4", "group 32"), ".group_size is 32 here, and 16 there")},
     ),
+    "nvfp4 by Marlin": ("qwen3-moe", {"hf_overrides": {"quantization_config": in_nvfp4()}}, 1, {}),
     "mxfp8": (
         "served-moe-halves",
         {"quantization": "mxfp8", "moe_backend": "flashinfer_trtllm", "linear_backend": "flashinfer_cutlass"},
