@@ -12,6 +12,7 @@ from tests.refit.test_blocks_engine import published
 from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.by_compressed_tensors import MADE_UP, config_of
+from tests.tools.by_compressed_tensors import compressed as by_package
 
 
 def without(ends: list[str], held: dict) -> dict:
@@ -54,8 +55,9 @@ CASES = {
 }  # fmt: skip
 
 
-def check(said: dict, others: dict[str, str]) -> None:
-    """Raise AssertionError unless a newcomer got every bit, and `others` heard this."""
+def check(said: dict, others: dict[str, str], early: str = "dummy weights") -> None:
+    """Raise AssertionError unless a newcomer got every bit, `others` heard this, and who asked before the engine was
+    refitted, `early`."""
     assert said["said"] == "no error" and said["version"] == 3 and said["serves"] == (True, True)
     assert without(MADE_UP, said["got"]) == without(MADE_UP, said["lent"]), "but for what no weights change"
     changed = [name for name, bits in said["got"].items() if said["before"][name] != bits]
@@ -63,7 +65,7 @@ def check(said: dict, others: dict[str, str]) -> None:
     one, other = (without(MADE_UP, held) for held in said["refitted"])
     assert one == other and not said["moved"]
     # Controls.
-    assert "dummy weights" in said["early"] and "serves version 3, and cannot" in said["other version"]
+    assert early in said["early"] and "serves version 3, and cannot" in said["other version"]
     sentence, serves = said["spoiled"]
     assert "1 tensors did not arrive as they are" in sentence and not serves
     for name, expected in others.items():
@@ -72,7 +74,7 @@ def check(said: dict, others: dict[str, str]) -> None:
         assert "\n" not in sentence
 
 
-def arguments(checkpoints, engine: dict, ranks: int, loads: str, others: dict, folder: Path) -> tuple:
+def arguments(checkpoints, engine: dict, ranks: int, loads: list[str], others: dict, folder: Path) -> tuple:
     sides = {"trainer": ranks, "engine": ranks, "together": True, "folder": str(folder), "port": free_port()}
     flags = flags_at(Path(checkpoints[0][1]), f"{TP} {ranks}" if ranks > 1 else "")
     return sides, flags, checkpoints, engine, loads, others
@@ -82,11 +84,25 @@ def arguments(checkpoints, engine: dict, ranks: int, loads: str, others: dict, f
 def test_a_newcomer_gets_every_bit_of_an_engine_and_is_refitted_after_that(case, converted, tmp_path):
     variant, engine, ranks, others = CASES[case]
     checkpoints = converted(variant)
-    loads = "" if "hf_overrides" in engine else checkpoints[1][0]
+    loads = [] if "hf_overrides" in engine else [checkpoints[1][0]]
     options = {name: how for name, (how, _) in others.items()}
     given = arguments(checkpoints, engine, ranks, loads, options, tmp_path)
     for said in run_on_ranks(ranks, "brought_up", *given, module="refit_twins_on_cpu"):
         check(said, {name: expected for name, (_, expected) in others.items()})
+
+
+def test_scales_of_inputs_that_came_with_another_checkpoint_are_another_form(converted, tmp_path):
+    checkpoints = converted("qwen3")
+    (first, _), (second, _) = checkpoints
+    made = [(second, 0), (first, 0), (second, 1)]  # weights, and the inputs' scales
+    folders = [
+        by_package(hf, tmp_path / str(n), "float", "tensor", True, seed) for n, (hf, seed) in enumerate(made)
+    ]
+    (tmp_path / "run").mkdir()
+    others = {"another": {"directory": folders[2], "load_format": "safetensors"}}
+    given = arguments(checkpoints, {"hf_overrides": {}}, 1, folders[:2], others, tmp_path / "run")
+    [said] = run_on_ranks(1, "brought_up", *given, module="refit_twins_on_cpu")
+    check(said, {"another": "the scales of the input of model.layers.0."}, "serves weights of no version")
 
 
 @pytest.mark.parametrize("variant", ["served-moe-blocks", "served-mla-blocks"])
@@ -97,7 +113,7 @@ def test_a_newcomer_of_sglang_gets_every_bit_of_blocks_and_of_what_is_derived_of
     [_, other], blocks = published(checkpoints, tmp_path)
     (tmp_path / "run").mkdir()
     others = {"in bf16": {"hf_overrides": {}}}
-    given = arguments(checkpoints, blocks, 1, other, others, tmp_path / "run")
+    given = arguments(checkpoints, blocks, 1, [other], others, tmp_path / "run")
     [said] = run_on_ranks(
         1, "brought_up", *given, module="refit_twins_sglang_on_cpu",
         python=warm.python_of_sglang(), environment=install_sglang_cpu.environment_of_engine(),

@@ -1,10 +1,13 @@
 """Weights that are handed on as they are served: the memory of tensors of any order, and who gets them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.placing.twins import runs
+from reshard.engines.layout import EngineRank
+from reshard.engines.placing.twins import part_of_model, runs
 from reshard.refit.twins import (
     Arrangement,
     Twin,
@@ -209,6 +212,19 @@ def test_facts_that_are_no_arrangement_are_none_and_broken_ones_are_refused():
 def test_an_engine_hands_on_what_was_published_where_it_has_that():
     engine = Newcomer(1 << 12)
     assert handed_on_by(engine) is engine and isinstance(handed_on_by(Arranged()), Twin)
+
+
+def test_ranks_that_hold_other_parts_of_a_model_are_told_apart():
+    rank = EngineRank(2, 0, 1, 0, tuple(range(64)), tuple(range(24)), frozenset())
+    assert part_of_model(rank) == "TP 0 of 2, layers 0-23, experts 0-63"
+    others = [
+        replace(rank, tp=1),
+        replace(rank, tp_rank=1),
+        replace(rank, moe_tp=2, moe_tp_rank=1),
+        replace(rank, experts=tuple(range(64, 128))),
+        replace(rank, layers=tuple(range(24, 48))),
+    ]
+    assert len({part_of_model(one) for one in [rank, *others]}) == 6
 
 
 def test_numbers_are_told_as_runs():

@@ -69,28 +69,34 @@ def brought_up(
     flags: list[str],
     checkpoints: list[tuple[str, str]],
     make: Callable[..., LiveEngine],
-    loads: str,
+    loads: list[str],
     others: dict[str, dict],
     package: str,
 ) -> dict:
-    """What an engine holds that was refitted from the first of two Megatron checkpoints; what a newcomer holds that has
-    loaded a directory, or dummy weights where there is none, before and after it has got that from the engine; what
-    both hold after a refit of each from the second checkpoint; what is said of `others`, newcomers with other options
-    by a name; what of a version that nobody serves; and what of a bit that does not arrive.
+    """What an engine holds that was refitted from the first of two Megatron checkpoints; what a newcomer holds before
+    and after it has got that from the engine; what both hold after a refit of each from the second checkpoint; what is
+    said of `others`, newcomers with other options by a name, or another ``directory``; what of a version that nobody
+    serves; and what of a bit that does not arrive.
 
-    `make` makes an engine of a directory, with options, of the model classes of a `package`.
+    The newcomer has loaded the first of the directories of `loads` before, and the engine the second; where there is
+    none, they start with dummy weights. `make` makes an engine of a directory, with options, of the model classes of a
+    `package`.
     """
     _, _, members = start(rank, sides)
     chunks, load = trainer(flags, checkpoints[0][1])
     source = MegatronModel(chunks)
     (first, _), (_, mcore) = checkpoints
     dummy = {"load_format": "dummy"}
-    lender = make(first, **dummy)
+
+    def started(place: int) -> LiveEngine:
+        return make(loads[place]) if loads[place:] else make(first, **dummy)
+
+    lender = started(1)
     link = connect(members, source, lender)
     worker = RankOfLender(lender)
     early = handed_on(worker, lender)
     link.refit(VERSION, verify=True)
-    newcomer = make(loads) if loads else make(first, **dummy)
+    newcomer = started(0)
     held = partial(reachable, package=package)
     results: dict = {"lent": held(lender.module), "before": held(newcomer.module), "early": early}
     addresses = [tensor.data_ptr() for tensor in newcomer.tensors.values()]
@@ -98,7 +104,10 @@ def brought_up(
     results["got"], results["version"] = held(newcomer.module), newcomer.version
     results["serves"] = newcomer.ready, lender.ready
     results["still lent"] = held(lender.module)
-    results["others"] = {name: handed_on(worker, make(first, **dummy | how)) for name, how in others.items()}
+    results["others"] = {
+        name: handed_on(worker, make(how.pop("directory", first), **dummy | how))
+        for name, how in others.items()
+    }
     results["other version"] = handed_on(worker, newcomer, VERSION + 1)
     results["spoiled"] = spoiled(worker, newcomer)
     load(mcore)

@@ -20,7 +20,7 @@ from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower
-from reshard.engines.placing.twins import digest_of, part_of_model, written_tensors
+from reshard.engines.placing.twins import part_of_model, written_tensors
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace
@@ -69,7 +69,7 @@ from reshard.engines.vllm.weights.sinks import are_stale, widen_in_place, widene
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
 from reshard.engines.vllm.weights.tower import tower_in
-from reshard.engines.vllm.weights.twins import beside_parameters, facts_of_layer
+from reshard.engines.vllm.weights.twins import beside_parameters, facts_of_layers
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.models.towers import TAKES_TOWER
@@ -574,28 +574,21 @@ class VllmModel(LiveEngine):
             "dtype": str(self.vllm_config.model_config.dtype),
             "match_vllm_rounding": str(self.match_vllm_rounding),
         }
-        for layer in self._arranged_layers():
-            facts |= facts_of_layer(layer, self._modules[layer])
-        for layer, blocks in self.blocks.items():
-            facts[f"the scales of {layer}"] = "powers of two" if blocks.powers_of_two else "any numbers"
-        for layer, scales in self.reloads.input_scales().items():
-            facts[f"the scales of the input of {layer}"] = digest_of(scales)
+        facts |= facts_of_layers(self._arranged_layers(), self.blocks, self.reloads.input_scales())
         return Arrangement(part_of_model(self.rank), facts)
 
     def arranged_tensors(self) -> dict[str, torch.Tensor]:
         """Return all that a refit writes, or has vLLM derive, by name: also what kernels and attention keep beside
         parameters."""
-        tensors = written_tensors(self.tensors, self.accounts)
-        for layer in self._arranged_layers():
-            tensors |= beside_parameters(layer, self._modules[layer])
+        tensors = written_tensors(self.tensors, self.accounts) | beside_parameters(self._arranged_layers())
         for name, attention in self.attentions.items():
             tensors |= {f"{name}.{key}": one for key, one in derived_tensors(attention.module).items()}
         tensors |= {f"{name}.sinks in fp32": sinks.widened for name, sinks in self.sinks.items()}
         return tensors | {f"{name} as its logarithm": decay.log for name, decay in self.decays.items()}
 
-    def _arranged_layers(self) -> list[str]:
-        """Return the names of the layers that do not serve from plain weights."""
-        return [*self.blocks, *self.reloads.round_of]
+    def _arranged_layers(self) -> dict[str, torch.nn.Module]:
+        """Return the layers that do not serve from plain weights, by name."""
+        return {layer: self._modules[layer] for layer in (*self.blocks, *self.reloads.round_of)}
 
     # For logs
 

@@ -1,13 +1,15 @@
 """What a layer that vLLM has quantized, or arranged for a kernel, keeps beside its parameters: tensors, which are
 handed on with these, and numbers, which have to be the same."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.engines.placing.blocks import Blocks
+from reshard.engines.placing.twins import digest_of
 from reshard.engines.vllm.quantized.layers import kernel_of, method_of
 from reshard.engines.vllm.quantized.processing import HANDLE, processing_objects, scales_in
 
@@ -17,35 +19,45 @@ CONFIG = "Config"  # ends the names of classes that hold what vLLM was started w
 PLAIN = bool | int | float | str | torch.dtype | Enum
 
 
-def beside_parameters(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a layer of this name, and what holds its kernels, keep beside parameters and buffers.
+def beside_parameters(layers: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the tensors that layers, by name, and what holds their kernels keep beside parameters and buffers.
 
     Raises ReshardError if a kernel keeps weights where nothing else reads them.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for owner, key, value in _attributes(name, module):
-        if key == HANDLE and value is not None:
-            raise ReshardError(
-                f"{name} keeps its weights in a form that only {kernel_of(module)} reads, so that they are not handed "
-                "on: give a trainer"
-            )
-        if isinstance(value, torch.Tensor):
-            if not key.endswith(SCRATCH) and not value.is_meta:
+    for name, module in layers.items():
+        for owner, key, value in _attributes(name, module):
+            if key == HANDLE and value is not None:
+                raise ReshardError(
+                    f"{name} keeps its weights in a form that only {kernel_of(module)} reads, so that they are not "
+                    "handed on: give a trainer"
+                )
+            if not isinstance(value, torch.Tensor):
+                tensors |= {f"{owner}.{key}.{which}": one for which, one in scales_in(value).items()}
+            elif not key.endswith(SCRATCH) and not value.is_meta:
                 tensors[f"{owner}.{key}"] = value
-        else:
-            tensors |= {f"{owner}.{key}.{which}": one for which, one in scales_in(value).items()}
     return tensors
 
 
-def facts_of_layer(name: str, module: torch.nn.Module) -> dict[str, str]:
-    """Return what has to be the same of a layer of this name: its method and its kernel, and the numbers and texts
-    that they keep."""
-    facts = {name: f"{method_of(module)} by {kernel_of(module)}"}
-    for owner, key, value in _attributes(name, module):
-        listed = isinstance(value, list | tuple) and all(isinstance(one, PLAIN) for one in value)
-        if listed or isinstance(value, PLAIN):
-            facts[f"{owner}.{key}"] = repr(value)
-    return facts
+def facts_of_layers(
+    layers: Mapping[str, torch.nn.Module],
+    blocks: Mapping[str, Blocks],
+    inputs: Mapping[str, Mapping[str, torch.Tensor]],
+) -> dict[str, str]:
+    """Return what has to be the same of layers, by name: their methods and kernels, the numbers and texts that these
+    keep, the scales of `blocks`, and the scales of inputs, which no trainer has."""
+    facts: dict[str, str] = {}
+    for name, module in layers.items():
+        facts[name] = f"{method_of(module)} by {kernel_of(module)}"
+        for owner, key, value in _attributes(name, module):
+            are_plain = isinstance(value, list | tuple) and all(isinstance(one, PLAIN) for one in value)
+            if are_plain or isinstance(value, PLAIN):
+                facts[f"{owner}.{key}"] = repr(value)
+    for name, of_layer in blocks.items():
+        facts[f"the scales of {name}"] = "powers of two" if of_layer.powers_of_two else "any numbers"
+    return facts | {
+        f"the scales of the input of {name}": digest_of(scales) for name, scales in inputs.items()
+    }
 
 
 def _attributes(name: str, module: torch.nn.Module) -> Iterator[tuple[str, str, Any]]:
