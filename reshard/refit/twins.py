@@ -20,7 +20,7 @@ from reshard.models.model import Model
 from reshard.refit.engine import Engine
 from reshard.refit.protocol.encoding import pack_json, readable, unpack_json
 
-TWINS = "twins"  # what the facts of weights in an arrangement begin with
+TWINS = b"twins "  # begins facts that say an arrangement; others are compressed
 BYTES = torch.uint8
 
 
@@ -40,7 +40,7 @@ class Arrangement:
 
     def encode(self) -> bytes:
         """Return what `arrangements_in` reads."""
-        return pack_json({TWINS: vars(self)})
+        return TWINS + pack_json(vars(self))
 
     def difference(self, other: "Arrangement") -> str:
         """Return the first thing in which another one differs, with both values; empty if it is the same."""
@@ -182,6 +182,7 @@ class Twin(Engine):
 
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors for what is to be read or written from now on."""
+        self._addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         self.regions = {
             name: Region(bytes_of(tensors[name], rows), 0, rows.pitch) for name, rows in self._memory.items()
         }
@@ -192,13 +193,15 @@ class Twin(Engine):
         return self.engine.taken
 
     def refresh_regions(self) -> None:
-        """Find the tensors that the engine has replaced or moved."""
+        """Find the tensors that the engine has replaced or moved. Raises ReshardError if it has others now, or a view
+        of one lies elsewhere."""
         self.engine.refresh_regions()
         tensors = self._twin.arranged_tensors()
-        lost = [name for name in self._memory if name not in tensors]
-        if lost:
-            raise ReshardError(f"this {self.guard.engine} no longer has {listed(lost, 2)}: connect again")
-        if any(tensors[name].data_ptr() != region.tensor.data_ptr() for name, region in self.regions.items()):
+        if {name: tensor.data_ptr() for name, tensor in tensors.items()} != self._addresses:
+            if without_views(tensors) != self._memory:
+                raise ReshardError(
+                    f"this {self.guard.engine} keeps its weights in other tensors than at connect: connect again"
+                )
             self._take(tensors)
 
     # As a source
@@ -298,12 +301,11 @@ def taking(engine: Engine, facts: Mapping[str, bytes]) -> Engine:
 
 def arrangements_in(payload: bytes, who: str) -> Iterator[Arrangement]:
     """Yield the arrangement in the facts of a member, if that is what they say."""
+    if not payload.startswith(TWINS):
+        return
     what = f"what {who} says of its weights"
-    message = unpack_json(payload, what)
+    told = unpack_json(payload.removeprefix(TWINS), what)
     with readable(what):
-        if TWINS not in message:
-            return
-        told = message[TWINS]
         facts = {str(name): str(value) for name, value in told["facts"].items()}
         tensors = {
             str(name): [str(dtype), [*map(int, shape)], [*map(int, strides)]]

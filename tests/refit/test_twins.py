@@ -9,6 +9,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.layout import EngineRank
 from reshard.engines.placing.twins import part_of_model, runs
 from reshard.refit.twins import (
+    TWINS,
     Arrangement,
     Twin,
     arrangements_in,
@@ -173,9 +174,12 @@ def test_tensors_that_moved_are_followed():
     addresses = {name: region.address for name, region in twin.regions.items()}
     assert addresses["turned"] == engine.own["turned"].data_ptr()
     assert addresses["codes"] == engine.own["codes"].data_ptr()
-    del engine.own["codes"]
-    with pytest.raises(ReshardError, match="no longer has codes"):
-        twin.refresh_regions()
+    for change in (apart, lambda engine: engine.own.pop("codes")):
+        engine = Arranged()
+        twin = Twin(engine)
+        change(engine)
+        with pytest.raises(ReshardError, match="keeps its weights in other tensors than at connect"):
+            twin.refresh_regions()
 
 
 def test_memory_that_is_no_rows_is_refused_by_name():
@@ -204,9 +208,9 @@ def test_facts_that_are_no_arrangement_are_none_and_broken_ones_are_refused():
     arrangement = Arrangement(PLACE, {"kernel": "Marlin"}, {"a": ["uint8", [1, 2], [2, 1]]}, ["model.visual"])
     assert [*arrangements_in(arrangement.encode(), "one")] == [arrangement]
     assert [*arrangements_in(pack_json({"drafter": {}}), "one")] == []
-    for broken in ({"rank": PLACE}, [], {"rank": 1, "facts": {}, "tensors": {"a": 3}, "optional": []}):
+    for broken in ({"rank": PLACE}, [], 7, {"rank": 1, "facts": {}, "tensors": {"a": 3}, "optional": []}):
         with pytest.raises(ReshardError, match="what one says of its weights cannot be read"):
-            [*arrangements_in(pack_json({"twins": broken}), "one")]
+            [*arrangements_in(TWINS + pack_json(broken), "one")]
 
 
 def test_an_engine_hands_on_what_was_published_where_it_has_that():
