@@ -21,6 +21,7 @@ from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower
 from reshard.engines.placing.twins import part_of_model, written_tensors
+from reshard.engines.tested import version_of
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace
@@ -76,6 +77,8 @@ from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import ClassFamily, any_model
 from reshard.refit.drafter import DeclaredDrafter, declared_drafter, no_drafter_error
 from reshard.refit.twins import Arrangement
+
+FLASHINFER = "flashinfer-python"
 
 
 class VllmModel(LiveEngine):
@@ -571,6 +574,7 @@ class VllmModel(LiveEngine):
             )
         facts = {
             "the engine": f"{self.engine} {installed_version()}",
+            "FlashInfer": version_of(FLASHINFER),  # which arranges weights for its kernels
             "dtype": str(self.vllm_config.model_config.dtype),
             "match_vllm_rounding": str(self.match_vllm_rounding),
         }

@@ -26,16 +26,9 @@ def beside_parameters(layers: Mapping[str, torch.nn.Module]) -> dict[str, torch.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, module in layers.items():
-        for owner, key, value in _attributes(name, module):
-            if key == HANDLE and value is not None:
-                raise ReshardError(
-                    f"{name} keeps its weights in a form that only {kernel_of(module)} reads, so that they are not "
-                    "handed on: give a trainer"
-                )
-            if not isinstance(value, torch.Tensor):
-                tensors |= {f"{owner}.{key}.{which}": one for which, one in scales_in(value).items()}
-            elif not key.endswith(SCRATCH) and not value.is_meta:
-                tensors[f"{owner}.{key}"] = value
+        for key, tensor in _tensors(name, module).items():
+            if tensor.device == _device(module):
+                tensors[key] = tensor
     return tensors
 
 
@@ -45,7 +38,7 @@ def facts_of_layers(
     inputs: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> dict[str, str]:
     """Return what has to be the same of layers, by name: their methods and kernels, the numbers and texts that these
-    keep, the scales of `blocks`, and the scales of inputs, which no trainer has."""
+    keep, tensors that are no GPU's, the scales of `blocks`, and the scales of inputs, which no trainer has."""
     facts: dict[str, str] = {}
     for name, module in layers.items():
         facts[name] = f"{method_of(module)} by {kernel_of(module)}"
@@ -53,11 +46,35 @@ def facts_of_layers(
             are_plain = isinstance(value, list | tuple) and all(isinstance(one, PLAIN) for one in value)
             if are_plain or isinstance(value, PLAIN):
                 facts[f"{owner}.{key}"] = repr(value)
+        for key, tensor in _tensors(name, module).items():
+            if tensor.device != _device(module):  # where no GPU reads it
+                facts[key] = digest_of({key: tensor})
     for name, of_layer in blocks.items():
         facts[f"the scales of {name}"] = "powers of two" if of_layer.powers_of_two else "any numbers"
     return facts | {
         f"the scales of the input of {name}": digest_of(scales) for name, scales in inputs.items()
     }
+
+
+def _tensors(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors beside the parameters and buffers of a layer, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for owner, key, value in _attributes(name, module):
+        if key == HANDLE and value is not None:
+            raise ReshardError(
+                f"{name} keeps its weights in a form that only {kernel_of(module)} reads, so that they are not "
+                "handed on: give a trainer"
+            )
+        if not isinstance(value, torch.Tensor):
+            tensors |= {f"{owner}.{key}.{which}": one for which, one in scales_in(value).items()}
+        elif not key.endswith(SCRATCH) and not value.is_meta:
+            tensors[f"{owner}.{key}"] = value
+    return tensors
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    """Return where a layer's weights are."""
+    return next(module.parameters()).device
 
 
 def _attributes(name: str, module: torch.nn.Module) -> Iterator[tuple[str, str, Any]]:
