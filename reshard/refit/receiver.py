@@ -40,6 +40,7 @@ from reshard.refit.protocol.requests import PieceRequest, RequestsRead
 from reshard.refit.relays import NEVER, Alike, Line, length_of
 from reshard.refit.routes import LOCAL
 from reshard.refit.transports import READ, SENT, TRANSPORTS
+from reshard.refit.twins import taking
 
 # What an engine has planned from what trainers published, for who connects the same two again.
 _planned: WeakKeyDictionary[
@@ -51,7 +52,8 @@ class Receiver:
     """An inference rank in a connection: which pieces it needs, and where the trainer's ranks have them."""
 
     def __init__(self, engine: Engine, group: RefitGroup, agreed: Agreement, device: torch.device) -> None:
-        self.engine, self.group, self.agreed, self.device = engine, group, agreed, device
+        self.group, self.agreed, self.device = group, agreed, device
+        self._use(engine)
         # By trainer's rank: the pieces wanted of it, its shards' sizes, and its memory.
         self.pieces: dict[int, Pieces] = {}
         self.sizes: dict[int, ShardSizes] = {}
@@ -60,12 +62,15 @@ class Receiver:
         self.request_digests: dict[int, bytes] = {}
         self.alike: dict[int, Alike] = {}  # what others want of a trainer's rank as this one does
         self.memory_digests: dict[int, bytes] = {}
-        self.maker = maker_for(engine)
-        self.slab = self.maker.slab(engine, device)
         self._addresses: list[int] | None = None  # that were last found
         self._placement: Placement | None = None  # that the pieces are of
         self._is_taken = False  # the engine has taken facts for this connection
         self._taken_placement: object = None  # the engine's placement then
+
+    def _use(self, engine: Engine) -> None:
+        """Write into this engine from now on."""
+        self.engine, self.maker = engine, maker_for(engine)
+        self.slab = self.maker.slab(engine, self.device)
 
     def plan(self, where: str) -> None:
         """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where`
@@ -76,7 +81,9 @@ class Receiver:
         names = self.group.names
         facts = read_facts(self.group, self.agreed.trainers)
         self._is_taken = bool(facts)
-        self.engine.take_facts(facts)
+        engine = taking(self.engine, facts)
+        if engine is not self.engine:
+            self._use(engine)
         if self.engine.optional:
             offered = {
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])

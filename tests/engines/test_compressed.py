@@ -169,6 +169,8 @@ def test_a_real_vllm_serves_layers_that_a_refit_has_made(variant, kind, strategy
         in report["mixed up"]
     )
     assert report["mended"] == report["refitted"][1]
+    hidden = f"keeps its weights in a form that only {kernel} reads, so that they are not handed on: give a trainer"
+    assert hidden in report["handed on"] if kind == "int" else report["handed on"] == "no error"
 
 
 # The last one is what vLLM's own reloading takes: of the others it fails.

@@ -41,11 +41,16 @@ def handed_on(worker: Worker, newcomer: Newcomer, backend: str = "auto", version
     address = f"127.0.0.1:{free_port()}"
     worker.reshard_lend(address, 1, 3, version, timeout=20.0, backend=backend)
 
+    def refitted(group: RefitGroup, rank: int) -> None:
+        link = connect(group, None, newcomer if rank else None, backend=backend)
+        try:
+            link.refit(version, verify=True)
+        finally:
+            link.close()
+
     def member(rank: int) -> str:
         group = RefitGroup.join(address, rank, 3, timeout=20)
-        link = connect(group, None, newcomer if rank else None, backend=backend)
-        said = caught(lambda: link.refit(version, verify=True))
-        link.close()
+        said = caught(lambda: refitted(group, rank))
         if rank:
             group.close()
         return said

@@ -101,8 +101,8 @@ def compressed_layers(pairs: list) -> dict:
     """For each pair of a Megatron checkpoint and the same weights as compressed-tensors quantizes
     them: what a vLLM on two ranks answers and serves from, which has started with dummy weights,
     after a refit, and what one answers and serves from that has loaded the compressed ones; what is
-    said of a layer that serves from another's weights; and the names of what lies elsewhere
-    afterward."""
+    said of a layer that serves from another's weights; the names of what lies elsewhere
+    afterward; and what is said of handing on what it serves."""
     import torch
     import torch.distributed as dist
 
@@ -112,6 +112,7 @@ def compressed_layers(pairs: list) -> dict:
     from reshard.engines.vllm.quantized.processing import multiplied
     from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
+    from reshard.refit.twins import handed_on_by
     from reshard.trainers.megatron import MegatronModel
 
     keep_imports_frozen()
@@ -152,6 +153,7 @@ def compressed_layers(pairs: list) -> dict:
         link.refit(verify=True)
         results["refitted"].append(served(llm, destination.module))
     results["moved"] = [k for k, one in destination.tensors.items() if one.data_ptr() != addresses[k]]
+    results["handed on"] = caught(partial(handed_on_by, destination))
     # In rank 0 layer 1 serves from what layer 2 does: all are told.
     update_derived = destination.update_derived
 

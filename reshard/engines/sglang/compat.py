@@ -57,6 +57,11 @@ _TESTED = TestedEngine("SGLang", "sglang", "0.5.16 to 0.5.23: use one of those")
 unknown, known = _TESTED.unknown, _TESTED.known
 
 
+def installed_version() -> str:
+    """Return the version of SGLang in this process."""
+    return _TESTED.installed
+
+
 class Parallel(NamedTuple):
     """The places of this process in SGLang's groups."""
 

@@ -30,6 +30,7 @@ from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower, find_tower
+from reshard.engines.placing.twins import part_of_model, written_tensors
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.weights.blocks import layers_in_blocks
@@ -48,6 +49,7 @@ from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.models.published import published
 from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model
 from reshard.refit.drafter import DeclaredDrafter, declared_drafter, no_drafter_error
+from reshard.refit.twins import Arrangement
 
 NOT_SAVED = Account(LEFT_ALONE, "SGLang computes it from the config, and saves it nowhere")
 OF_THE_ROUTER = Account(DERIVED, "a copy of the router's weights in fp32")
@@ -299,11 +301,33 @@ class SglangModel(LiveEngine):
     def check_as_published(self) -> None:
         """Raise ReshardError if what this rank serves was quantized, or moves while others read it."""
         super().check_as_published()
+        self._check_at_rest()
+
+    def _check_at_rest(self) -> None:
+        """Raise ReshardError if weights move while others read them."""
         if compat.moves_experts(self.arguments):
             raise ReshardError(
                 "this SGLang moves experts by their load (EPLB) while it serves, so that nothing else can read them "
                 "whole: give a trainer, or an engine without --enable-eplb"
             )
+
+    # As it is served
+
+    def arrangement(self) -> Arrangement:
+        """Return how this rank serves its weights; see `reshard.refit.twins`."""
+        self._check_at_rest()
+        if self._declared is not None:
+            raise ReshardError(
+                "this SGLang drafts by a model of its own that a trainer has brought, which is not handed on with "
+                "quantized weights: give a trainer"
+            )
+        facts = {"the engine": f"{self.engine} {compat.installed_version()}", "dtype": str(self.dtype)}
+        facts |= {layer: f"fp8 blocks by {blocks.kernel}" for layer, blocks in self.blocks.items()}
+        return Arrangement(part_of_model(self.rank), facts | self.derived.numbers())
+
+    def arranged_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all that a refit writes, or has SGLang derive, by name."""
+        return written_tensors(self.tensors, self.accounts) | self.derived.tensors()
 
     def check_awake(self) -> None:
         """Raise ReshardError if SGLang has released the memory of its weights."""
@@ -338,10 +362,14 @@ class SglangModel(LiveEngine):
         self._left.end(self.tensors.keys() - self._left_alone().keys())
         self._on_scheduler(partial(self.guard.refitted, version))
 
+    def restore_left_alone(self) -> None:
+        """Write what SGLang has lost and no trainer has."""
+        self._left.restore(self._left_alone())
+
     def update_derived(self) -> None:
         """Write what SGLang has lost and no trainer has, and let it derive matrices from the new weights: while the GPU
         still copies, so that it does not add to a refit's time."""
-        self._left.restore(self._left_alone())
+        self.restore_left_alone()
         self.derived.update()
         if self._drafter is not None and self._declared is not None:
             self._drafter.update()

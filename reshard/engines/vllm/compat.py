@@ -26,6 +26,11 @@ _TESTED = TestedEngine("vLLM", "vllm", f"{OLDEST} to {NEWEST}: use one of those"
 unknown, known = _TESTED.unknown, _TESTED.known
 
 
+def installed_version() -> str:
+    """Return the version of vLLM in this process."""
+    return _TESTED.installed
+
+
 def in_config(config: Any) -> AbstractContextManager[Any]:
     """Return a context in which this is vLLM's current ``VllmConfig``."""
     with known("sets its config in another way"):

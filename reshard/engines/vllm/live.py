@@ -20,6 +20,8 @@ from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower
+from reshard.engines.placing.twins import part_of_model, written_tensors
+from reshard.engines.tested import version_of
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace
@@ -30,6 +32,7 @@ from reshard.engines.vllm.compat import (
     drafts_on_last_stage,
     driver_worker,
     in_config,
+    installed_version,
     keeps_buffers_of_drafters,
     never_slept,
 )
@@ -54,7 +57,12 @@ from reshard.engines.vllm.weights.drafter import (
 )
 from reshard.engines.vllm.weights.exchanged import exchange, exchanged_layers
 from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
-from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
+from reshard.engines.vllm.weights.mla import (
+    derive_in_place,
+    derived_tensors,
+    deriving_attentions,
+    stale_matrices,
+)
 from reshard.engines.vllm.weights.moved_experts import VllmExperts, leave_where_they_are, moves_experts
 from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import Served
@@ -62,11 +70,15 @@ from reshard.engines.vllm.weights.sinks import are_stale, widen_in_place, widene
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
 from reshard.engines.vllm.weights.tower import tower_in
+from reshard.engines.vllm.weights.twins import beside_parameters, facts_of_layers
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import ClassFamily, any_model
 from reshard.refit.drafter import DeclaredDrafter, declared_drafter, no_drafter_error
+from reshard.refit.twins import Arrangement
+
+FLASHINFER = "flashinfer-python"
 
 
 class VllmModel(LiveEngine):
@@ -504,10 +516,14 @@ class VllmModel(LiveEngine):
         layers = {name.rpartition(".")[0] for name in self.reloads.mismatches(index, self.timeout)}
         return [identity for identity in self.staged_rounds if _layer_of(identity) in layers]
 
+    def restore_left_alone(self) -> None:
+        """Write what vLLM has lost and no trainer has."""
+        self._left.restore(self._left_alone())
+
     def update_derived(self) -> None:
         """Write what vLLM has lost and no trainer has, and let vLLM derive matrices and sinks from the
         new weights."""
-        self._left.restore(self._left_alone())
+        self.restore_left_alone()
         for attention in self.attentions.values():
             derive_in_place(attention)
         for widened in self.sinks.values():
@@ -536,11 +552,47 @@ class VllmModel(LiveEngine):
     def check_as_published(self) -> None:
         """Raise ReshardError if what this rank serves was quantized, or moves while others read it."""
         super().check_as_published()
+        self._check_at_rest()
+
+    def _check_at_rest(self) -> None:
+        """Raise ReshardError if weights move while others read them."""
         if self.experts is not None:
             raise ReshardError(
                 "this vLLM moves experts by their load (EPLB) while it serves, so that nothing else can read them "
                 "whole: give a trainer, or an engine without enable_eplb"
             )
+
+    # As it is served
+
+    def arrangement(self) -> Arrangement:
+        """Return how this rank serves its weights; see `reshard.refit.twins`."""
+        self._check_at_rest()
+        if self._declared is not None:
+            raise ReshardError(
+                "this vLLM drafts by a model of its own that a trainer has brought, which is not handed on with "
+                "quantized weights: give a trainer"
+            )
+        facts = {
+            "the engine": f"{self.engine} {installed_version()}",
+            "FlashInfer": version_of(FLASHINFER),  # which arranges weights for its kernels
+            "dtype": str(self.vllm_config.model_config.dtype),
+            "match_vllm_rounding": str(self.match_vllm_rounding),
+        }
+        facts |= facts_of_layers(self._arranged_layers(), self.blocks, self.reloads.input_scales())
+        return Arrangement(part_of_model(self.rank), facts)
+
+    def arranged_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all that a refit writes, or has vLLM derive, by name: also what kernels and attention keep beside
+        parameters."""
+        tensors = written_tensors(self.tensors, self.accounts) | beside_parameters(self._arranged_layers())
+        for name, attention in self.attentions.items():
+            tensors |= {f"{name}.{key}": one for key, one in derived_tensors(attention.module).items()}
+        tensors |= {f"{name}.sinks in fp32": sinks.widened for name, sinks in self.sinks.items()}
+        return tensors | {f"{name} as its logarithm": decay.log for name, decay in self.decays.items()}
+
+    def _arranged_layers(self) -> dict[str, torch.nn.Module]:
+        """Return the layers that do not serve from plain weights, by name."""
+        return {layer: self._modules[layer] for layer in (*self.blocks, *self.reloads.round_of)}
 
     # For logs
 

@@ -3,7 +3,8 @@
 The engine that comes late connects as to a trainer. That the weights which arrive are those of the version, whole, is
 proven twice: digests of both sides are compared, and the count of writes of the weights that are read
 (`reshard.refit.guard.Guard`) has to be at the end what it was when the version was read. Whatever is about to write
-into these weights, or to take their memory away, ends the handing on first.
+into these weights, or to take their memory away, ends the handing on first. Weights that are quantized, or arranged
+for kernels, go as they are to an engine that serves them alike (`reshard.refit.twins`).
 """
 
 import logging
@@ -27,6 +28,7 @@ from reshard.refit.connecting import connect
 from reshard.refit.holder import Holder
 from reshard.refit.options import ConnectOptions
 from reshard.refit.served import ServedWeights
+from reshard.refit.twins import handed_on_by
 
 if TYPE_CHECKING:
     from reshard.refit.engine import Engine
@@ -65,6 +67,10 @@ class Lent(Holder):
     def publish(self, model: Model) -> list[LocalTensor]:
         """Return what the engine serves, where it is as it was published."""
         return self.served.publish(model)
+
+    def facts(self) -> bytes | None:
+        """Return in which form the engine serves them, where that is not what was published."""
+        return self.served.facts()
 
     def check_model(self, model: Model) -> None:
         """Raise ReshardError unless both engines serve the same model."""
@@ -167,7 +173,6 @@ class LendingMethods:
         connecting = replace(connecting, **connecting.of_worker(rank))
         if self._reshard_lending is not None:
             self._reshard_lending.stop()
-        self._reshard_lending = Lending(
-            Lent(self._reshard_engine_side(), version), address, first_rank + rank, size, connecting
-        )
+        lent = Lent(handed_on_by(self._reshard_engine_side()), version)
+        self._reshard_lending = Lending(lent, address, first_rank + rank, size, connecting)
         self._reshard_lending.start()

@@ -26,6 +26,11 @@ class DerivedTensors:
         named = ((name, getattr(module, key, None)) for name, module, key in self.places)
         return {name: tensor for name, tensor in named if isinstance(tensor, torch.Tensor)}
 
+    def numbers(self) -> dict[str, str]:
+        """Return what the model has derived that is no tensor, by name, as text."""
+        named = ((name, getattr(module, key, None)) for name, module, key in self.places)
+        return {name: repr(value) for name, value in named if isinstance(value, int | float)}
+
     def update(self) -> None:
         """Make them anew, where they are: CUDA graphs hold their addresses.
 

@@ -100,6 +100,11 @@ class Reloads:
                 "that are for parts on several of them: serve in bf16"
             )
 
+    def input_scales(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the scales of inputs that no trainer has and refits leave as they were loaded, by layer."""
+        quantizers = [layer.quantizer for layers in self.rounds for layer in layers]
+        return {one.name: one.input_scales for one in quantizers if one is not None and one.input_scales}
+
     def keep_inputs(self) -> None:
         """Keep the scales of inputs that the layers have now, which came with a checkpoint that
         vLLM has loaded since."""

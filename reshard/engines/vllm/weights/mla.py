@@ -30,7 +30,7 @@ def deriving_attentions(model: Served) -> dict[str, DerivingAttention]:
             continue
         weight = getattr(projection, "weight", None)  # none if codes are packed
         viewed = None if weight is None else weight.untyped_storage().data_ptr()
-        storages = {tensor.untyped_storage().data_ptr() for tensor in _derived_tensors(module).values()}
+        storages = {tensor.untyped_storage().data_ptr() for tensor in derived_tensors(module).values()}
         if storages != {viewed}:
             attentions[name] = DerivingAttention(module, absorbed.dtype)
     return attentions
@@ -42,7 +42,7 @@ def absorbing_attentions(model: Served) -> list[str]:
     return [
         name
         for name, module in model.named_modules
-        if getattr(module, "kv_b_proj", None) is not None and _derived_tensors(module)
+        if getattr(module, "kv_b_proj", None) is not None and derived_tensors(module)
     ]
 
 
@@ -53,10 +53,10 @@ def derive_in_place(attention: DerivingAttention) -> None:
     Raises ReshardError if it makes one of another shape or dtype.
     """
     module, dtype = attention
-    before = {key: (tensor, tensor.data) for key, tensor in _derived_tensors(module).items()}
+    before = {key: (tensor, tensor.data) for key, tensor in derived_tensors(module).items()}
     with torch.no_grad():
         module.process_weights_after_loading(dtype)
-    after = _derived_tensors(module)
+    after = derived_tensors(module)
     for key, (tensor, data) in before.items():
         new = after.get(key)
         if new is None or (new.shape, new.dtype) != (data.shape, data.dtype):
@@ -72,13 +72,13 @@ def derive_in_place(attention: DerivingAttention) -> None:
 
 def stale_matrices(attention: DerivingAttention) -> list[str]:
     """Derive the matrices again, and return the names of those that were different before."""
-    before = {key: tensor.clone() for key, tensor in _derived_tensors(attention.module).items()}
+    before = {key: tensor.clone() for key, tensor in derived_tensors(attention.module).items()}
     derive_in_place(attention)
-    after = _derived_tensors(attention.module)
+    after = derived_tensors(attention.module)
     return [key for key, tensor in before.items() if not same_bits(tensor, after[key])]
 
 
-def _derived_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def derived_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the derived matrices by name, whether they are parameters, buffers or plain
     attributes."""
     attributes = {**vars(module), **module._parameters, **module._buffers}
