@@ -4,6 +4,8 @@ dense layers, multi-token prediction.
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """
 
+from typing import Any
+
 from reshard.models.family import Family
 
 
@@ -108,3 +110,13 @@ class DeepseekV3(Family):
         ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalizes the chosen scores"),
         ("moe_layer_freq", (1,), "DeepSeek-V3 has experts in every layer after the first dense ones"),
     )
+
+    def as_published(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Leave out, too, the hidden size of Kimi-K2.5's language model where vLLM's config has it in the place of the
+        tower's, which vLLM's projector takes."""
+        config = super().as_published(config)
+        vision, text = config.get("vision_config") or {}, config.get("text_config") or {}
+        if "mm_hidden_size" not in vision or vision["mm_hidden_size"] != text.get("hidden_size"):
+            return config
+        own = {name: value for name, value in vision.items() if name != "mm_hidden_size"}
+        return config | {"vision_config": own}

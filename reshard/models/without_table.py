@@ -7,10 +7,11 @@ each of them goes.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from reshard.core.boxes import whole
 from reshard.core.errors import ReshardError
 from reshard.core.extras import require
 from reshard.models.config_fields import has_no_effect, ignored
@@ -18,7 +19,10 @@ from reshard.models.family import Family, architectures, has_table
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
 from reshard.models.model import Model
 from reshard.models.numerics_args import same_value
-from reshard.models.towers import TAKES_TOWER, Tower
+from reshard.models.towers import TAKES_TOWER, TOWERS, Tower
+
+if TYPE_CHECKING:
+    from reshard.models.saved_tensors import SavedTensor
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\bexperts\.|.*\[)(\d+)(\..+|\])")
@@ -45,19 +49,28 @@ def any_model(config: dict[str, Any], where: str = "config.json") -> Model:
 
 
 def tower_of(model: Model, config: dict[str, Any]) -> Model | None:
-    """Return the parts of a larger model beside the language model, which a table covers, as a model of their own; None
-    if it is in no larger one, or the installed transformers has no class of that. `config` is that of the larger one.
+    """Return the parts of a larger model beside the language model, which a table covers, as a model of their own: by
+    transformers' class of the larger one, or by the tower's table where the installed transformers has no such class;
+    None if it is in no larger one, or neither is there. `config` is that of the larger one.
 
-    Raises ReshardError if transformers computes something as it saves.
+    Raises ReshardError if transformers computes something as it saves, or the config lacks a size of the table.
     """
     from reshard.models.saved_tensors import has_class, saved_tensors
 
     names = architectures(config)
-    if not model.wrapped or not names or not has_class(names[0]):
+    if not model.wrapped or not names:
         return None
-    if not any(map(model.is_of_tower, saved_tensors(names[0], config, model.where))):
-        return None
-    family = ClassFamily(config, model.where, model.is_of_tower)
+    family: ClassFamily
+    if not has_class(names[0]):
+        if not model.family.tower:
+            return None
+        family = TableOfTower(TOWERS[model.family.tower], config, model.where)
+    else:
+        saved = saved_tensors(names[0], config, model.where)
+        of_tower = {name: tensor for name, tensor in saved.items() if model.is_of_tower(name)}
+        if not of_tower:
+            return None
+        family = ClassFamily(config, model.where, of_tower)
     return Model(family, config, family.kinds, where=model.where)
 
 
@@ -122,7 +135,7 @@ def _repeats_text(field: str, *configs: Mapping[str, Any]) -> bool:
 
 class ClassFamily(Family):
     """The models of one transformers class with one config: a table without Megatron's names, made of the tensors that
-    transformers saves (`saved`)."""
+    transformers saves (`saved`; given, some of them alone)."""
 
     has_megatron_names = False
     symbols: dict[str, str] = {}
@@ -131,16 +144,17 @@ class ClassFamily(Family):
     identifies: dict[str, Any] = {}
 
     def __init__(
-        self, config: Mapping[str, Any], where: str, only: Callable[[str], bool] = lambda name: True
+        self, config: Mapping[str, Any], where: str, saved: "Mapping[str, SavedTensor] | None" = None
     ) -> None:
-        from reshard.models.saved_tensors import saved_tensors
-
         names = architectures(dict(config))
         if not names:
             raise ReshardError(f"{where} names no architectures, by which to tell which model it is")
         self.name, self.architecture = str(config.get("model_type")), names[0]
-        saved = saved_tensors(self.architecture, config, where)
-        self.saved = {name: tensor for name, tensor in saved.items() if only(name)}
+        if saved is None:
+            from reshard.models.saved_tensors import saved_tensors
+
+            saved = saved_tensors(self.architecture, config, where)
+        self.saved = dict(saved)
         if not self.saved:
             raise ReshardError(
                 f"{where}: transformers' {self.architecture} has no weights: name the class of a model"
@@ -180,6 +194,23 @@ class ClassFamily(Family):
 
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         return self.kinds
+
+
+class TableOfTower(ClassFamily):
+    """The parts beside the language model of one config whose class transformers lacks, by the table of their `tower`:
+    in memory each tensor is as it is published."""
+
+    def __init__(self, tower: Tower, config: Mapping[str, Any], where: str) -> None:
+        from reshard.models.saved_tensors import SavedTensor
+
+        self.tower_table = tower
+        shapes = tower.shapes(config, where)
+        super().__init__(
+            config, where, {name: SavedTensor(s, name, s, whole(s)) for name, s in shapes.items()}
+        )
+
+    def different_fields(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        return different_towers(a, b, self.tower_table)
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> dict[str, tuple[Any, Any]]:

@@ -212,6 +212,22 @@ def test_an_adapter_is_in_vllms_slot_as_ms_swifts_own_sync_leaves_it(swift, plug
         assert "no weights since it slept" in outcome["lost"]
 
 
+def test_after_the_tower_is_trained_vllm_answers_about_images_as_one_that_has_loaded_what_ms_swift_saves(
+    swift, plugin, tmp_path
+):
+    name = "Qwen3VLForConditionalGeneration"
+    path = checkpoint(tmp_path, name)
+    ranks = said_by(swift, tmp_path, 2, "images", plugin, path, tmp_path, *LAYOUTS[name])
+    loaded = said_by(swift, tmp_path, 2, "fresh", plugin, *ranks[0]["saved"])
+    for outcome, answers in zip(ranks, loaded, strict=True):
+        assert outcome["made"] == "reshard.integrations.swift.ReshardGRPOTrainer" and outcome["version"] == 1
+        assert outcome["served"] == answers, "to the last bit"
+        assert all(a != b for a, b in zip(*answers, strict=True)), (
+            "the control: another tower, the same language model"
+        )
+        assert outcome["untrained"] == [] and outcome["parameters"] > 20
+
+
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_a_model_of_mcore_bridge_is_the_served_one_by_its_frequencies_and_factor(families, variant):
     outcome = families[f"{variant}-0"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PretrainedConfig
 
+from reshard.models.published import published
 from reshard.models.towers import MOONVIT, VISUAL
 from reshard.models.without_table import different_towers
 
@@ -79,3 +80,17 @@ def test_fields_of_the_larger_model_count_too_and_those_of_its_prompts_do_not():
     config = {"architectures": ["NoSuchClass"], "vision_config": {"depth": 2}}
     explicit = config | {"vision_config": {"depth": 2, "hidden_act": "gelu_pytorch_tanh", "in_channels": 3}}
     assert different_towers(config, explicit, VISUAL) == {}
+
+
+def test_kimis_tower_has_the_published_shapes_by_vllms_config_too():
+    """Which has the language model's hidden size for that of the projector's input."""
+    spec = importlib.util.spec_from_file_location("kimi_of_vllm", CLASSES["vllm"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = json.loads(json.dumps(KIMI)) | {"text_config": {"hidden_size": 7168}}
+    theirs = module.KimiK25Config(**config).to_dict() | {"architectures": KIMI["architectures"]}
+    assert theirs["vision_config"]["mm_hidden_size"] == 7168
+    shapes = MOONVIT.shapes(KIMI, "config.json")
+    assert MOONVIT.shapes(theirs, "vLLM's") != shapes, "the control"
+    assert MOONVIT.shapes(published(theirs, "vLLM's"), "vLLM's") == shapes
+    assert shapes["mm_projector.pre_norm.weight"] == (1152,) and len(shapes) == 335

@@ -2,6 +2,7 @@
 with ms-swift.
 
     python -m tests.on_cpu.swift_on_cpu live RESULT.json PLUGIN.py HF OTHER_HF [OPTIONS OF MS-SWIFT]
+    python -m tests.on_cpu.swift_on_cpu images RESULT.json PLUGIN.py HF FOLDER [OPTIONS OF MS-SWIFT]
     python -m tests.on_cpu.swift_on_cpu check RESULT.json PLUGIN.py HF...
 
 mcore-bridge makes all layers of Transformer Engine, whose Python is the published one and whose
@@ -16,6 +17,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 import sys
 import types
 from importlib import import_module
@@ -249,6 +251,100 @@ def adapters(plugin: str, hf: str, *options: str) -> dict:
     trainer._reshard_engine.guard.lose("no weights since it slept (level 2)")
     outcome["lost"] = caught(trainer.engine._get_grpo_lora_request)
     return outcome
+
+
+TRAINED_TOWER = ["--freeze_vit", "false", "--freeze_aligner", "false"]
+
+
+def images(plugin: str, hf: str, folder: str, *options: str) -> dict:
+    """What the engine of the trainer that ms-swift makes answers about images after each sync, before and after a step
+    of the tower; where ms-swift saves the models of both, and which of its parameters the step has left."""
+    from megatron.core import mpu
+
+    trainer = prepared(hf, plugin, [*TRAINED_TOWER, *options])
+    trainer.bridge.load_weights(trainer.unwrapped_models, hf)
+    outcome: dict = {"made": name(type(trainer)), "served": [], "saved": []}
+    for step in range(2):
+        if step:
+            outcome["untrained"], outcome["parameters"] = train_tower(trainer, hf)
+        trainer._step = step
+        trainer._move_model_to_vllm()
+        trainer.engine.engine.reset_prefix_cache()
+        outcome["served"].append(answers(trainer.engine.engine))
+        outcome["saved"].append(f"{folder}/saved{step}")
+        trainer.bridge.save_weights(trainer.unwrapped_models, outcome["saved"][-1])
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            beside(Path(hf), Path(outcome["saved"][-1]))
+    outcome["version"] = trainer._reshard_sync.link.version
+    return outcome
+
+
+def train_tower(trainer, hf: str) -> tuple[list[str], int]:
+    """A step down the gradient of what the tower makes of a picture: the language model's layers are Transformer
+    Engine's, which compute nothing without a GPU, and the tower's are transformers'. The parameters that it has left,
+    and how many there are."""
+    from transformers import AutoImageProcessor
+
+    from tests.tools.images import picture
+
+    [chunk] = trainer.unwrapped_models
+    tower = chunk.visual.visual
+    before = {key: parameter.detach().clone() for key, parameter in tower.named_parameters()}
+    pixels = AutoImageProcessor.from_pretrained(hf)(images=[picture(0)], return_tensors="pt")
+    made = tower(pixels["pixel_values"].to(tower.dtype), grid_thw=pixels["image_grid_thw"])
+    weights = torch.Generator().manual_seed(0)  # without which norms would have gradients of nothing
+    loss = sum(
+        (one.float() * torch.randn(one.shape, generator=weights)).sum()
+        for one in (made.pooler_output, *made.deepstack_features)
+    )
+    gradients = torch.autograd.grad(loss, [*tower.parameters()])
+    with torch.no_grad():
+        for parameter, gradient in zip(tower.parameters(), gradients, strict=True):
+            parameter.sub_(0.05 * gradient.float().sign().to(parameter.dtype))
+    return [key for key, one in tower.named_parameters() if torch.equal(before[key], one)], len(before)
+
+
+def beside(original: Path, saved: Path) -> None:
+    """Put what lies beside the weights of a directory beside saved ones."""
+    for path in original.iterdir():
+        if path.suffix != ".safetensors" and not (saved / path.name).exists():
+            shutil.copy(path, saved)
+
+
+def answers(engine) -> list:
+    """What an engine of vLLM answers about images, one by one: logprobs of each prompt, four tokens, and theirs."""
+    from vllm import SamplingParams
+
+    from tests.tools.images import PROMPTS, asked, picture
+
+    sampling = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0, logprobs=0, detokenize=False)
+    answered = []
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), asked(prompt, picture(number)), sampling)
+        while engine.has_unfinished_requests():
+            done = [output for output in engine.step() if output.finished]
+        [output] = done
+        [said] = output.outputs
+        answered.append([
+            [next(iter(p.values())).logprob for p in output.prompt_logprobs[1:]], list(said.token_ids),
+            [next(iter(p.values())).logprob for p in said.logprobs],
+        ])  # fmt: skip
+    return answered
+
+
+def fresh(plugin: str, *paths: str) -> list:
+    """What vLLMs answer about images that have loaded these directories, one after the other."""
+    from tests.on_cpu.engine_on_cpu import forget, keep_imports_frozen
+    from tests.on_cpu.vlm_on_cpu import engine
+
+    keep_imports_frozen()
+    answered = []
+    for path in paths:
+        llm = engine(path, dtype="bfloat16")
+        answered.append(answers(llm.llm_engine))
+        del llm
+        forget()
+    return answered
 
 
 def broken() -> None:

@@ -12,7 +12,7 @@ import reshard
 from tests.on_cpu import megatron_on_cpu
 from tests.on_cpu.live_megatron_on_cpu import unlike
 from tests.starting.ranks import caught
-from tests.tools.larger_models import KimiWithModules, LargerTrainer
+from tests.tools.larger_models import LargerTrainer
 from tests.tools.oracle import bits
 
 OPTIONS = {"make_vocab_size_divisible_by": 8}
@@ -68,15 +68,16 @@ def lives(
     return results
 
 
-def kimi(rank: int, flags: list[str], pair: tuple[str, str], folder: str):
+def kimi(rank: int, flags: list[str], wheels: dict[str, str], pair: tuple[str, str], folder: str):
     """The bits of the tower's tensors that are exported of a Kimi-K2.5, how many of its parameters differ after a load
     of what it saved, and what is said of one whose config has another tower."""
     models, args = megatron_on_cpu.build(flags)
     for model in models:
         model.bfloat16()
     hf, mcore = pair
-    megatron_on_cpu.load(models, args, mcore)
-    [chunk] = (KimiWithModules(model, hf).bfloat16() for model in models)
+    trainer = LargerTrainer(wheels, "published", models, args, hf)
+    trainer.take(hf, mcore)
+    [chunk] = trainer.chunks
     tower = ("vision_tower.", "mm_projector.")
     exported = {n: bits(t) for n, t in reshard.export(chunk, hf, **OPTIONS) if n.startswith(tower)}
     reshard.save(chunk, folder, hf, transformer_impl="local", **OPTIONS)

@@ -3,6 +3,7 @@ into vLLM, loaded, saved, exported and converted, bit for bit what vLLM's loader
 them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from reshard.models.saved_tensors import saved_tensors
 from reshard.models.towers import TOWERS, lacking_of_tower
 from reshard.models.without_table import different_towers
 from tests import install_sglang_cpu
-from tests.megatron.test_logits import PP, TP, flags_at
+from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.models.test_configs import CONFIGS
 from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.storage.test_wrapped import kimi_k25, published, qwen3_vl
+from tests.tools.clones import STANDINS
 from tests.tools.environments import UV, run
 from tests.tools.larger_models import KINDS, WHEELS
 from tests.tools.model_classes import WITH_TOWER, config_of, make
@@ -29,7 +31,15 @@ MADE = {
     "qwen3-vl-moe": lambda folder, seed: qwen3_vl(folder, True, seed),
     "qwen2.5-vl": lambda folder, seed: make(folder, "Qwen2_5_VLForConditionalGeneration", seed),
     "qwen3.5": lambda folder, seed: published(folder, False, seed=seed, mtp=False),
+    "kimi-k2.5": lambda folder, seed: with_code(kimi_k25(folder, seed)),
 }
+OF_KIMI = ("vision_tower.", "mm_projector.")
+
+
+def with_code(directory: Path) -> Path:
+    """A directory with what stands for the code that is published beside Kimi-K2.5."""
+    shutil.copy(STANDINS / "kimi/modeling_kimi_k25.py", directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +76,7 @@ def pair_of(tmp_path_factory):
     ("qwen3-vl-moe", ["layers", "mcore-bridge"], f"{PP} 2", 2, {}, 1, False),
     ("qwen3.5", ["layers", "mcore-bridge"], f"{TP} 2", 2, {}, 1, False),
     ("qwen2.5-vl", ["module", "mcore-bridge"], f"{TP} 2 {PP} 2", 4, {"tp": 2}, 2, False),
+    ("kimi-k2.5", ["published", "mcore-bridge"], f"{TP} 2 {EP} 2 {ETP} 1", 2, {"tp": 2}, 2, True),
 ], ids=str)  # fmt: skip
 def test_a_refit_brings_what_vllms_own_loader_makes_of_the_tower(
     name, kinds, parallel, trainers, engine, engines, together, wheels, pair_of, tmp_path
@@ -83,8 +94,13 @@ def test_a_refit_brings_what_vllms_own_loader_makes_of_the_tower(
 if install_sglang_cpu.installed():
 
     @pytest.mark.install
-    def test_a_refit_brings_what_sglangs_own_loader_makes_of_the_tower(wheels, pair_of, tmp_path):
-        pairs, kinds = pair_of("qwen3-vl"), ["layers", "mcore-bridge"]
+    @pytest.mark.parametrize(("name", "kinds"), [
+        ("qwen3-vl", ["layers", "mcore-bridge"]), ("kimi-k2.5", ["published", "mcore-bridge"])
+    ], ids=str)  # fmt: skip
+    def test_a_refit_brings_what_sglangs_own_loader_makes_of_the_tower(
+        name, kinds, wheels, pair_of, tmp_path
+    ):
+        pairs = pair_of(name)
         sides = {"trainer": 2, "engine": 2, "together": True, "folder": str(tmp_path), "port": free_port()}
         results = run_on_ranks(
             2, "refits", sides, flags_at(Path(pairs[0][1]), f"{TP} 2"), wheels, kinds, pairs, {"tp": 2},
@@ -102,7 +118,7 @@ def check_towers(results: list[dict], engines: int, kinds: list[str]) -> None:
         for kind, (held, left, (before, expected), control) in of_rank.items():
             assert {key for key in expected if held[key] != expected[key]} == set(), kind
             assert held.keys() == expected.keys()
-            of_tower = [key for key in expected if key.startswith("visual.")]
+            of_tower = [key for key in expected if key.startswith(("visual.", *OF_KIMI))]
             changed = [key for key in of_tower if before[key] != expected[key]]
             assert len(changed) > 0.9 * len(of_tower) > 9, "another tower, the control"
             assert not [how for how in left if "another part" in how]
@@ -184,13 +200,11 @@ def test_a_tower_that_computes_something_else_is_refused(wheels, pair_of):
             assert field in sentence and "it would be another tower" in sentence, (kind, sentence)
 
 
-def test_kimis_tower_and_projector_are_exported_saved_and_loaded(tmp_path):
-    hf, mcore, saved = kimi_k25(tmp_path / "hf"), tmp_path / "mcore", tmp_path / "saved"
-    hf_to_mcore(hf, mcore, transformer_impl="local")
-    arguments = flags_at(mcore, f"{PP} 2"), (str(hf), str(mcore)), str(saved)
-    tower = {
-        n: bits(t) for n, t in hf_tensors(hf).items() if n.startswith(("vision_tower.", "mm_projector."))
-    }
+@pytest.mark.install
+def test_kimis_tower_and_projector_are_exported_saved_and_loaded(wheels, pair_of, tmp_path):
+    [(hf, mcore), _], saved = pair_of("kimi-k2.5"), tmp_path / "saved"
+    arguments = flags_at(Path(mcore), f"{PP} 2"), wheels, (hf, mcore), str(saved)
+    tower = {n: bits(t) for n, t in hf_tensors(Path(hf)).items() if n.startswith(OF_KIMI)}
     for exported, differ, said in run_on_ranks(2, "kimi", *arguments, module="towers_on_cpu"):
         assert exported == tower and differ == []
         assert "vt_num_attention_heads is 2, but that of" in said

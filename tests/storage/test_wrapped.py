@@ -156,7 +156,7 @@ def kimi_k25(directory, seed: int = 0):
         "model_type": "kimi_k25_vision", "init_pos_emb_height": 4, "init_pos_emb_width": 4, "num_attention_heads": 4,
         "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "mm_hidden_size": 32,
         "text_hidden_size": 64, "vt_hidden_size": 32, "vt_num_attention_heads": 4, "vt_num_hidden_layers": 1,
-        "vt_intermediate_size": 48,
+        "vt_intermediate_size": 48, "merge_kernel_size": [2, 2], "mm_projector_type": "patchmerger",
     }  # fmt: skip
     outer = {
         "architectures": ["KimiK25ForConditionalGeneration"],

@@ -7,6 +7,7 @@ what they take for training alone is left out. Where they ask for Transformer En
 
 import json
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,11 +21,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import MegatronModule
 from safetensors.torch import load_file
+from transformers import dynamic_module_utils
 
 from tests.on_cpu import megatron_on_cpu
 
 WHEELS = {"mcore-bridge": "1.6.5", "megatron-bridge": "0.6.2"}
 KINDS = ("mcore-bridge", "module", "layers")
+KIMI_VL = "megatron.bridge.models.kimi_vl"
 QWEN3_VL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 
 
@@ -46,9 +49,10 @@ def stand_in(name: str, **members: object) -> None:
 
 def larger(folder: str, kind: str, chunk: torch.nn.Module, config) -> MegatronModule:
     """A chunk's language model in the larger model of a trainer."""
-    return {"mcore-bridge": _of_mcore_bridge, "module": _module_alone, "layers": _of_layers}[kind](
-        folder, chunk, config
-    )
+    kinds = {
+        "mcore-bridge": _of_mcore_bridge, "module": _module_alone, "layers": _of_layers, "published": _of_published
+    }  # fmt: skip
+    return kinds[kind](folder, chunk, config)
 
 
 def _of_mcore_bridge(folder: str, chunk: torch.nn.Module, config) -> MegatronModule:
@@ -57,8 +61,8 @@ def _of_mcore_bridge(folder: str, chunk: torch.nn.Module, config) -> MegatronMod
         without_initializing(folder, package)
     stand_in("mcore_bridge.config", ModelConfig=object)
     stand_in("mcore_bridge.bridge", GPTBridge=object, MultimodalGPTBridge=object)
-    stand_in("mcore_bridge.utils", safe_ddp_context=None, split_cp_inputs=None, reconstruct_tensor_cp=None,
-             get_env_args=lambda *_: True)  # fmt: skip
+    stand_in("mcore_bridge.utils", safe_ddp_context=lambda **_: nullcontext(), split_cp_inputs=None,
+             reconstruct_tensor_cp=None, get_env_args=lambda *_: True)  # fmt: skip
     stand_in("mcore_bridge.model.modules", TransformerBlock=object)
     stand_in("mcore_bridge.model.gpt_model", GPTModel=object)
     stand_in(
@@ -69,9 +73,10 @@ def _of_mcore_bridge(folder: str, chunk: torch.nn.Module, config) -> MegatronMod
     )
     stand_in("mcore_bridge.model.gpts.qwen3_next", Qwen3NextBridge=object, Qwen3NextLoader=object,
              resolve_gdn_attention_mask=None)  # fmt: skip
-    file, name = {"qwen3_5": ("qwen3_5", "Qwen3_5Vit"), "qwen2_5_vl": ("qwen", "Qwen2_5VL_Vit")}.get(
-        config.model_type, ("qwen3_vl", "Qwen3VL_Vit")
-    )
+    file, name = {
+        "qwen3_5": ("qwen3_5", "Qwen3_5Vit"), "qwen2_5_vl": ("qwen", "Qwen2_5VL_Vit"),
+        "kimi_k25": ("kimi_vl", "KimiK25Vit"),
+    }.get(config.model_type, ("qwen3_vl", "Qwen3VL_Vit"))  # fmt: skip
     vit = getattr(import_module(f"mcore_bridge.model.mm_gpts.{file}"), name)
     cpu, plain = torch.device("cpu"), torch.nn.Module.to
     vit.to = lambda self, device=None: plain(self, cpu)
@@ -138,50 +143,55 @@ def _of_layers(folder: str, chunk: torch.nn.Module, config) -> MegatronModule:
     return WithLayers(folder, chunk, config)
 
 
-class OfNames(torch.nn.Module):
-    """A module with parameters of these names and shapes, as that of code which lies beside a published model."""
-
-    def __init__(self, shapes: dict[str, torch.Size]) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            module: torch.nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, torch.nn.Module())
-                module = module.get_submodule(part)
-            module.register_parameter(last, torch.nn.Parameter(torch.zeros(shape)))
-
-
-class KimiWithModules(MegatronModule):
-    """As Megatron-Bridge has Kimi-K2.5 (``KimiK25VLModel``), whose modules are those of the published code."""
-
-    def __init__(self, chunk: torch.nn.Module, directory: str) -> None:
-        super().__init__(config=chunk.config)
-        if chunk.pre_process:
-            tensors = load_file(Path(directory) / "model.safetensors")
-            for name in ("vision_tower", "mm_projector"):
-                own = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(f"{name}.")}
-                self.add_module(name, OfNames({n: t.shape for n, t in own.items()}))
-                getattr(self, name).load_state_dict(own)
-            vision = json.loads((Path(directory) / "config.json").read_text())["vision_config"]
-            self.config.vision_config = transformers.PretrainedConfig(**vision)
-        self.language_model = chunk
+def _of_published(folder: str, chunk: torch.nn.Module, config) -> MegatronModule:
+    """Megatron-Bridge's ``KimiK25VLModel``, which makes its tower of the code that lies beside the model."""
+    for package in (KIMI_VL, "megatron.bridge.utils", "megatron.bridge.models.hf_pretrained"):
+        without_initializing(folder, package)
+    stand_in("megatron.bridge.models.gpt_provider", GPTModelProvider=object)
+    stand_in(
+        "megatron.bridge.models.hf_pretrained.safe_config_loader",
+        safe_load_config_with_retry=lambda directory, **_: config_of(directory),
+    )
+    stand_in(
+        "megatron.bridge.utils.common_utils", hook_hf_module_setattr_for_tp_grad_sync=lambda module: module
+    )
+    settings = chunk.config
+    settings.hf_model_path, settings.trust_remote_code = config.name_or_path, True
+    settings.media_placeholder_token_id = config.media_placeholder_token_id
+    settings.share_embeddings_and_output_weights = chunk.share_embeddings_and_output_weights
+    settings.provide_language_model = lambda **_: chunk
+    model = import_module(f"{KIMI_VL}.modeling_kimi_k25_vl").KimiK25VLModel
+    return model(settings, chunk.pre_process, chunk.post_process)
 
 
 def config_of(directory: str):
     """The config of a directory, as a trainer has it."""
-    return transformers.AutoConfig.from_pretrained(directory)
+    said = json.loads((Path(directory) / "config.json").read_text())
+    if said["model_type"] != "kimi_k25":
+        return transformers.AutoConfig.from_pretrained(directory)
+    # Of the class that lies beside the model, which has the fields of the file.
+    vision = transformers.PretrainedConfig(**said["vision_config"])
+    config = transformers.PretrainedConfig(**said | {"vision_config": vision}, name_or_path=str(directory))
+    config.model_type = said["model_type"]
+    return config
 
 
 def fill(model: MegatronModule, kind: str, directory: str) -> None:
     """Put the tower of a directory into a larger model: into transformers' module by its own loader, into Megatron's
     layers by hand."""
+    every = load_file(Path(directory) / "model.safetensors")
+    for name in ("vision_tower", "mm_projector"):
+        module = getattr(getattr(model, "visual", None) or model, name, None)
+        if module is not None:
+            own = {n.removeprefix(f"{name}."): t for n, t in every.items() if n.startswith(f"{name}.")}
+            module.load_state_dict(own, strict=True)
     tensors = {
         name.removeprefix("model.").removeprefix("visual."): tensor
-        for name, tensor in load_file(Path(directory) / "model.safetensors").items()
+        for name, tensor in every.items()
         if name.startswith(("model.visual.", "visual."))
     }
+    if not tensors:
+        return
     visual = getattr(model, "vision_model" if kind == "layers" else "visual", None)
     if visual is None:
         return
@@ -227,8 +237,14 @@ class LargerTrainer:
     def __init__(self, wheels: dict[str, str], kind: str, models, args, hf: str) -> None:
         self.kind, self.texts, self.args = kind, models, args
         config = config_of(hf)
+        # A copy of the code beside a model for each rank, which no other is writing as it is imported.
+        dynamic_module_utils.HF_MODULES_CACHE = f"{hf}-code/{torch.distributed.get_rank()}"
         folder = wheels["mcore-bridge" if kind == "mcore-bridge" else "megatron-bridge"]
         self.chunks = [larger(folder, kind, chunk, config).bfloat16() for chunk in models]
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if getattr(module, "expert_bias", None) is not None:
+                    module.expert_bias = module.expert_bias.float()  # as Megatron keeps it
 
     def take(self, hf: str, mcore: str) -> None:
         """Load weights by what is not tested: Megatron's loader, transformers' names."""
