@@ -181,6 +181,11 @@ class ClassFamily(Family):
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         return self.kinds
 
+    def name_in_memory(self, published: str) -> str:
+        """Return the parameter that a published tensor is; its own name if it is only a part of one."""
+        saved = self.saved[published]
+        return saved.parameter if saved.shape == saved.parameter_shape else published
+
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> dict[str, tuple[Any, Any]]:
     different: dict[str, tuple[Any, Any]] = {}

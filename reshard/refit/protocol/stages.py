@@ -1,4 +1,4 @@
-"""What each of an engine's ranks takes of the published tensors (``takes``), of a model that no mapping table covers."""
+"""What each rank of an engine takes of the published tensors (``takes``), of a model that no mapping table covers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
