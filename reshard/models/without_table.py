@@ -182,9 +182,11 @@ class ClassFamily(Family):
         return self.kinds
 
     def name_in_memory(self, published: str) -> str:
-        """Return the parameter that a published tensor is; its own name if it is only a part of one."""
-        saved = self.saved[published]
-        return saved.parameter if saved.shape == saved.parameter_shape else published
+        """Return the parameter that a published tensor is; the same name for a part of one, and for anything else."""
+        saved = self.saved.get(published)
+        if saved is None or saved.shape != saved.parameter_shape:
+            return published
+        return saved.parameter
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> dict[str, tuple[Any, Any]]:

@@ -56,8 +56,8 @@ def put_in(model: torch.nn.Module, other: PeftModel) -> None:
 
 def refit_each(rank: int, sides: dict, cases: dict[str, tuple[str, dict, dict]], folder: str) -> dict:
     """For each checkpoint, with PEFT's settings and the engine's: by two versions of an adapter, the names of slots
-    that hold something else than vLLM's own loading of what PEFT saves puts there, and how many hold something; how many
-    differ from a third version, as a control. What is said where it is refused."""
+    that hold something else than vLLM's own loading of what PEFT saves puts there, how many hold something, and how
+    many differ from a third version, as a control. What is said where it is refused."""
     is_trainer, is_engine, members = refit_sides.start(rank, sides)
     # Which wants torch's process group to be there.
     from tests.on_cpu.vllm_adapters_on_cpu import engine_with_adapters, loaded_by_vllm, slot_bits

@@ -33,16 +33,19 @@ def test_each_rank_hears_what_the_others_take():
     assert exchange_taken(Group(), [3, 5], NAMES, OWN._replace(names=frozenset()))[5].names == frozenset()
 
 
-@pytest.mark.parametrize("field", range(5))
-@pytest.mark.parametrize("value", [0, -1, "none", None, [], "00" * 3, 1 << 40])
+SPOILED = [
+    (field, value) for field in range(5) for value in (0, -1, "none", None, [], "00" * 3, 1 << 40)
+    if (field, value) != (2, 0)  # which is what was said
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), SPOILED)
 def test_a_message_that_makes_no_sense_is_refused(field, value):
     def spoil(payload: bytes) -> bytes:
         fields = unpack_json(payload)
         fields[field] = value
         return pack_json(fields)
 
-    if (field, value) == (2, 0):
-        return  # it is what was said
     with pytest.raises(
         ReshardError, match="inference rank 5 (takes of the model cannot be read|counts other)"
     ):

@@ -33,9 +33,11 @@ def exchange_taken(
     group.post(TAKES, payload)
     payloads = group.read_all(TAKES, engines)
     check_own(group, TAKES, payload, payloads[engines.index(group.rank)])
-    return {
-        rank: _decoded(each, names, group.names[rank]) for rank, each in zip(engines, payloads, strict=True)
-    }
+    decoded: dict[bytes, TakenTensors] = {}  # replicas say the same
+    for rank, each in zip(engines, payloads, strict=True):
+        if each not in decoded:
+            decoded[each] = _decoded(each, names, group.names[rank])
+    return {rank: decoded[each] for rank, each in zip(engines, payloads, strict=True)}
 
 
 def _encoded(names: Sequence[str], taken: TakenTensors) -> bytes:
