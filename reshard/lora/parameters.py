@@ -94,6 +94,19 @@ def output_layers(base: ModelParameters) -> list[LinearLayer]:
     return [LinearLayer(OUTPUT_LAYER, (p,)) for p in base.parameters if p.name == f"{OUTPUT_LAYER}{WEIGHT}"]
 
 
+def published_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[LinearLayer]:
+    """Return each published matrix, of these shapes by name, as a layer of its own: for a model that has no names in
+    Megatron."""
+    return [
+        LinearLayer(
+            module_of(name),
+            (Parameter("", name, name, None, None, False, shape, (Part(name, whole(shape), (0, 0)),), None),),
+        )
+        for name, shape in shapes.items()
+        if name.endswith(WEIGHT) and len(shape) == 2
+    ]
+
+
 @dataclass(frozen=True)
 class Adapter:
     """The adapter of one layer. `ranks` are those of its published weights, by name. Those without an entry

@@ -276,7 +276,7 @@ class Model:
             tensor_of(family.name_in_memory(in_memory)): tensor_of(published)
             for block in self.blocks()
             for row in block.rows
-            if row.hf in renamed or any(family.in_memory_prefix)
+            if row.hf in renamed or any(family.in_memory_prefix) or not family.has_megatron_names
             for (_, in_memory), (_, published) in zip(
                 replace(row, hf=renamed.get(row.hf, row.hf)).names(block.published, range(self.num_experts)),
                 row.names(block.published, range(self.num_experts)),

@@ -195,6 +195,13 @@ class ClassFamily(Family):
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         return self.kinds
 
+    def name_in_memory(self, published: str) -> str:
+        """Return the parameter that a published tensor is; the same name for a part of one, and for anything else."""
+        saved = self.saved.get(published)
+        if saved is None or saved.shape != saved.parameter_shape:
+            return published
+        return saved.parameter
+
 
 class TableOfTower(ClassFamily):
     """The parts beside the language model of one config whose class transformers lacks, by the table of their `tower`:

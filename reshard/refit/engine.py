@@ -3,7 +3,7 @@
 What a new engine has to give, if it serves weights as they were loaded:
 
 - `hf_config`: the published config of the model that it serves, a ``config.json`` as a dict.
-- `tp`: its tensor parallel size, which tells replicas apart.
+- `tp`: its tensor parallel size, which tells replicas apart; with pipeline stages, `pp` and `pp_rank`.
 - `placement`: which boxes of the canonical tensors (published names and shapes) each of its local
   tensors holds. `reshard.engines.tracing.trace` records this from the engine's own loader, and
   `reshard.engines.placing.rules` checks rules against that record, or does without rules.
@@ -39,6 +39,9 @@ class Engine(ServedWeights):
     """
 
     tp: int
+    # The engine's pipeline stages, and which of them this rank is in.
+    pp: int = 1
+    pp_rank: int = 0
     # Published names that a trainer may lack: `take_optional` tells the engine, before anything
     # is planned, which of them it has.
     optional: frozenset[str] = frozenset()

@@ -7,6 +7,7 @@ from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.greeting import one_config, post_config
 from reshard.refit.receiver import Receiver
 from reshard.refit.sender import Sender
+from reshard.refit.stages import check_stages
 
 
 def exchange_requests(
@@ -25,6 +26,7 @@ def exchange_requests(
         sender.publish(model)
     if receiver is not None:
         receiver.plan(model.where)
+        check_stages(group, agreed, receiver.engine, model)
         receiver.find_moved()  # the engine may bring others by now
     if sender is not None:
         sender.receive_requests()

@@ -44,7 +44,7 @@ def sharded(
                     )
             parallelize_module(layer, devices["tp"], plan)
     data = devices[tuple(name for name in mesh if name != "tp")]
-    for layer in model.model.language_model.layers if whole else model.model.layers:
+    for layer in getattr(model.model, "language_model", model.model).layers:
         fully_shard(layer, mesh=data)
     fully_shard(model, mesh=data)
     return model

@@ -226,6 +226,15 @@ def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:
         load = module.load_weights
         module.load_weights = lambda weights: load(w for w in weights if "layers.1.mlp.down_proj" not in w[0])
 
+    def without_norm(module: torch.nn.Module) -> None:
+        """As of a class that has no such tensor, and whose loader passes over its name."""
+        load = module.load_weights
+        name = "layers.1.post_feedforward_layernorm"
+        module.load_weights = lambda weights: load(w for w in weights if name not in w[0])
+        for path, child in module.named_modules():
+            if path.endswith(name):
+                child.register_parameter("weight", None)
+
     def one_more(module: torch.nn.Module) -> None:
         module.register_buffer("of_nobody", torch.ones(4))
 
@@ -241,5 +250,8 @@ def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:
         "a buffer that nobody brings": said(change_engine=one_more),
         "another config": said(scaled),
         "a parameter that the class does not have": said(another),
-        "stages": said(pp=2),
+        "stages fit": said(pp=2),
+        "a stage that nobody fills": said(change_engine=skip, pp=2),
+        "a name that every stage skips": said(change_engine=without_norm, pp=2),
+        "another config of stages": said(scaled, pp=2),
     }

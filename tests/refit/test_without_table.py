@@ -30,6 +30,7 @@ from tests.tools.model_classes import CLASSES, SIZES, WITH_TOWER, config_of, mak
 # Of three dims, which the engine's loader turns.
 TURNED = ("Llama4ForCausalLM",)
 EP = {"tp": 2, "enable_expert_parallel": True}
+PP = {"pp": 2}
 # By the ranks of the trainer, those of the engine, and whether they are the same processes.
 RUNS = {
     (2, 2, True): {name: {"tp": 2} for name in (*CLASSES, *WITH_TOWER)},
@@ -37,6 +38,11 @@ RUNS = {
         "PhimoeForCausalLM": EP, "GraniteMoeForCausalLM": EP, "Gemma3ForCausalLM": {"tp": 2},
         "Olmo2ForCausalLM": {"tp": 2},
     },
+    (1, 2, False): dict.fromkeys((
+        "Gemma2ForCausalLM", "Gemma3ForConditionalGeneration", "GraniteMoeForCausalLM", "FalconH1ForCausalLM",
+        "Glm4ForCausalLM", "StableLmForCausalLM", "Exaone4ForCausalLM",
+    ), PP),
+    (4, 4, True): {"PhimoeForCausalLM": EP | PP, "Gemma3ForCausalLM": {"tp": 2} | PP},
 }  # fmt: skip
 
 
@@ -61,19 +67,22 @@ def sides(folder: Path, trainers: int, engines: int, together: bool) -> dict:
 
 @pytest.fixture(scope="module", params=RUNS, ids=str)
 def run(request, checkpoints, tmp_path_factory):
-    """What each rank says of each class, and how many of them are an engine's."""
+    """How many ranks are an engine's, what each says of each class, and the options of each."""
     trainers, engines, together = request.param
     cases = {name: (checkpoints(name), options) for name, options in RUNS[request.param].items()}
     places = sides(tmp_path_factory.mktemp("run"), trainers, engines, together)
     ranks = trainers if together else trainers + engines
-    return engines, run_on_ranks(ranks, "refit_each", places, cases, module="refit_without_table_on_cpu")
+    results = run_on_ranks(ranks, "refit_each", places, cases, module="refit_without_table_on_cpu")
+    return engines, results, RUNS[request.param]
 
 
-def check(results: list[dict], name: str, engines: int) -> None:
+def check(results: list[dict], name: str, engines: int, stages: int = 1) -> None:
     """Every engine's rank holds what its loader makes of the second checkpoint, and nothing of the first."""
     assert not any(isinstance(of[name], str) for of in results), results[0][name]
     held = [of[name] for of in results if of[name] is not None]
     assert len(held) == engines
+    layers = {frozenset(key for key in now if ".layers." in key) for now, _, _ in held}
+    assert len(layers) == stages, "each stage has its layers"
     for now, (before, expected), left in held:
         assert now.keys() == expected.keys()
         assert {key for key in expected if now[key] != expected[key]} == set(), name
@@ -84,11 +93,11 @@ def check(results: list[dict], name: str, engines: int) -> None:
 
 
 def test_every_class_holds_what_its_engines_loader_makes_of_the_saved_model(run):
-    engines, results = run
+    engines, results, options_of = run
     names = [name for name in results[0] if name not in TURNED]
-    assert len(names) > 3
+    assert len(names) > 1
     for name in names:
-        check(results, name, engines)
+        check(results, name, engines, options_of[name].get("pp", 1))
 
 
 def test_what_an_engine_turns_as_it_loads_is_refused(run):
@@ -101,16 +110,30 @@ def test_what_would_be_another_model_is_refused_everywhere(checkpoints, tmp_path
     places = sides(tmp_path, 2, 2, True)
     checkpoint = checkpoints("Gemma2ForCausalLM")[0]
     for said in run_on_ranks(2, "refusals", places, checkpoint, module="refit_without_table_on_cpu"):
-        assert said.pop("fits") == "no error"
+        assert said.pop("fits") == said.pop("stages fit") == "no error"
         for what, sentence in {
             "a name that the loader skips": "does not take model.layers.1.mlp.down_proj.weight, and would",
             "a buffer that nobody brings": "of_nobody",
             "another config": "query_pre_attn_scalar is 7, but the served model's is 256",
             "a parameter that the class does not have": "parameters that transformers' class of it does not have: "
             "model.adapter",
-            "stages": "no mapping table covers Gemma2ForCausalLM, and which of its tensors a pipeline stage",
+            "a stage that nobody fills": "would bring nothing into model.layers.1.mlp.down_proj.weight, and this vLLM",
+            "a name that every stage skips": "none of the 2 pipeline stages of this vLLM takes "
+            "model.layers.1.post_feedforward_layernorm.weight, and it would serve another model",
+            "another config of stages": "query_pre_attn_scalar is 7, but the served model's is 256",
         }.items():
             assert sentence in said[what], said[what]
+
+
+def test_a_bias_that_no_stage_of_an_engines_class_has_is_refused(tmp_path):
+    name = "GraniteMoeForCausalLM"
+    checkpoint = str(make(tmp_path / "made", name, attention_bias=True))
+    places, cases = sides(tmp_path, 2, 2, True), {name: ([checkpoint] * 2, PP)}
+    for said in run_on_ranks(2, "refit_each", places, cases, module="refit_without_table_on_cpu"):
+        assert (
+            "none of the 2 pipeline stages of this vLLM takes model.layers.0.self_attn.k_proj.bias, "
+            "model.layers.0.self_attn.o_proj.bias" in said[name]
+        ), said[name]
 
 
 def check_beside_towers(results: list[dict], prefix: str) -> None:
@@ -150,6 +173,26 @@ if install_sglang_cpu.installed():
         for of in results:
             assert of["images"] == [[7], []], "an image is seen anew by another tower"
 
+    def test_stages_of_an_sglang_hold_what_its_loader_makes_of_the_saved_model(tmp_path):
+        """Of a class that has stages there. The last of them gets no output layer from its loader if that is the
+        embedding, so that nothing would fill it."""
+        name, cases = "Glm4ForCausalLM", {}
+        for tied in (False, True):
+            folder, fields = tmp_path / str(tied), {"tie_word_embeddings": tied, "vocab_size": 512}
+            made = [str(make(folder / str(seed), name, seed, **fields)) for seed in (0, 1)]
+            cases[str(tied)] = made, PP | {"disable_radix_cache": True}
+        results = run_on_ranks(
+            2,
+            "refit_each",
+            sides(tmp_path, 2, 2, True),
+            cases,
+            module="refit_without_table_on_cpu",
+            python=warm.python_of_sglang(),
+            environment=install_sglang_cpu.environment_of_engine(),
+        )
+        check(results, "False", 2, stages=2)
+        assert all("would bring nothing into lm_head.weight, and this SGLang" in of["True"] for of in results)
+
     def test_an_sglang_holds_what_its_loader_makes_of_the_saved_model(checkpoints, tmp_path):
         options = {"tp": 2, "disable_radix_cache": True}
         cases = {name: (checkpoints(name), options) for name in (*SGLANG_FILES, *WITH_TOWER)}
@@ -188,7 +231,7 @@ def test_each_saved_tensor_is_the_box_that_is_said_of_a_parameter(name, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["GraniteMoeForCausalLM", "Gemma3ForCausalLM", "Qwen3VLForConditionalGeneration"]
+    "name", ["GraniteMoeForCausalLM", "Gemma3ForConditionalGeneration", "Qwen3VLForConditionalGeneration"]
 )
 def test_a_chain_leads_its_checkpoint_to_the_versions_of_the_trainer(name, checkpoints, tmp_path):
     first, second = checkpoints(name)

@@ -30,10 +30,7 @@ def check_all_taken(
     """
     without_table = isinstance(model.family, ClassFamily)
     if without_table and stages > 1:
-        raise ReshardError(
-            f"no mapping table covers {model.family.architecture}, and which of its tensors a pipeline stage of "
-            f"{engine} should take is not known: use one stage, with tensor parallelism"
-        )
+        return  # all of them are judged together, at connect (`reshard.refit.stages`)
     taken = {copy.name for copy in trace.copies}
     views = stored_views(model, canonical_tensors(model, torch.bfloat16))
     missed = []

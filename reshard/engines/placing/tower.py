@@ -51,6 +51,11 @@ def find_tower(
 
     `hf_config` is that of the whole model, `stages` are the engine's pipeline stages, and `trace` is its loader's.
     """
+    if stages > 1:
+        log.info(
+            "no refit brings the parts of this %s beside the language model: it has pipeline stages", engine
+        )
+        return None
     try:
         tower = tower_of(model, hf_config)
         if tower is None:

@@ -87,7 +87,7 @@ class SglangModel(LiveEngine):
         located = compat.located_experts(arguments)
         places = self.model.num_experts if located is None else located.shape[1]
         self.rank: EngineRank = rank_of(model, self.model, self.tensors, places)
-        self.tp = self.rank.tp
+        self.tp, (self.pp, self.pp_rank) = self.rank.tp, compat.parallel().pp
         self._towers = SGLANG.tower_prefixes(self.model)
         self._tower = self._find_tower()
         if self._tower is not None:
@@ -98,8 +98,7 @@ class SglangModel(LiveEngine):
         with gc_paused(), compat.experts_in_turn(arguments):
             self._main_trace = self._trace()
         added_once = SGLANG.family(self.model).added_once if self.rank.moe_tp_rank else ()
-        stages = compat.parallel().pp.ranks
-        check_all_taken(self.engine, model, self.model, self.rank, self._main_trace, stages, added_once)
+        check_all_taken(self.engine, model, self.model, self.rank, self._main_trace, self.pp, added_once)
         self.blocks = layers_in_blocks(model)
         self.derived = DerivedTensors(model)
         self._take_places(with_tower=False)
@@ -137,9 +136,8 @@ class SglangModel(LiveEngine):
         if not self._towers or not any(name.startswith(self._towers) for name in self.tensors):
             return None
         trace = partial(trace_model, self.module, dtype=self.dtype)
-        stages = compat.parallel().pp.ranks
         return find_tower(
-            self.engine, self.module, self.model, self.hf_config, self.dtype, self.rank, stages, trace
+            self.engine, self.module, self.model, self.hf_config, self.dtype, self.rank, self.pp, trace
         )
 
     def _check_tower_loaded(self) -> None:

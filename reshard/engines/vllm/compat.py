@@ -112,6 +112,15 @@ def tensor_parallel() -> tuple[int, int]:
         return group.world_size, group.rank_in_group
 
 
+def pipeline_parallel() -> tuple[int, int]:
+    """Return the number of pipeline stages, and which of them this rank is in."""
+    with known("does not say its pipeline parallel group as it did"):
+        from vllm.distributed import parallel_state
+
+        group = parallel_state.get_pp_group()
+        return group.world_size, group.rank_in_group
+
+
 def tensor_parallel_group() -> Any:
     """Return the process group of this rank's tensor parallel ranks, for tensors on their
     devices."""

@@ -35,6 +35,7 @@ from reshard.engines.vllm.compat import (
     installed_version,
     keeps_buffers_of_drafters,
     never_slept,
+    pipeline_parallel,
 )
 from reshard.engines.vllm.guard import VllmGuard, guard_of
 from reshard.engines.vllm.layers import is_rearranged
@@ -206,6 +207,7 @@ class VllmModel(LiveEngine):
         self.loaded |= {name: decay.log for name, decay in self.decays.items()}
         self.rank = rank_of(self.module, self.model, self.tensors, self.vllm_config)
         self.tp = self.rank.tp
+        self.pp, self.pp_rank = pipeline_parallel()
         with gc_paused():
             placed = exchange(self._place_tensors(), exchanged_layers(language_model))
             self.placement, self.regions = placed
@@ -300,8 +302,7 @@ class VllmModel(LiveEngine):
         if self._main_trace is None:
             self._main_trace = self._trace_main(dtype)
             if isinstance(self.model.family, ClassFamily):  # of others our rules say what vLLM takes
-                stages = self.vllm_config.parallel_config.pipeline_parallel_size
-                check_all_taken(self.engine, self.module, self.model, self.rank, self._main_trace, stages)
+                check_all_taken(self.engine, self.module, self.model, self.rank, self._main_trace, self.pp)
         placed = placer.main(self._main_trace)
         if self._with_tower and self._tower is not None:
             of_tower = Placer(VLLM, self._tower.model, self.rank, self.loaded, (), dtype)

@@ -15,7 +15,14 @@ from reshard.formats.small_files import read_json
 from reshard.lora.checkpoint import check_supported
 from reshard.lora.experts import ExpertsParameter, experts_parameter
 from reshard.lora.names import PEFT_PREFIX, A, B, module_of, peft_name
-from reshard.lora.parameters import Adapter, LinearLayer, linear_layers, other_layers, output_layers
+from reshard.lora.parameters import (
+    Adapter,
+    LinearLayer,
+    linear_layers,
+    other_layers,
+    output_layers,
+    published_layers,
+)
 from reshard.lora.peft_config import CONFIG, WEIGHTS, check_plain, scales_of
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
@@ -76,9 +83,7 @@ class PeftSource(AdapterSource):
 
     def _as_peft_names(self, stored: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
         """Return the tensors of the file under PEFT's names, and note those that had others."""
-        experts = [
-            experts_parameter(layer, self.model) for layer in linear_layers(self.base) if layer.of_experts
-        ]
+        experts = [experts_parameter(layer, self.model) for layer in self._layers() if layer.of_experts]
         names = peft_names(stored, self.base, self.model, experts)
         others = sorted(name for name, named in names.items() if name != named)
         if others:
@@ -148,6 +153,9 @@ class PeftSource(AdapterSource):
         return adapters
 
     def _layers(self) -> Iterator[LinearLayer]:
+        if not self.model.family.has_megatron_names:
+            yield from published_layers(self.base.shapes)
+            return
         yield from linear_layers(self.base)
         yield from other_layers(self.base)
         yield from output_layers(self.base)

@@ -6,7 +6,9 @@ names of its modules, and transformers loads them all the same.
 
 from collections.abc import Collection
 
+from reshard.core.views import tensor_of
 from reshard.models.model import Model
+from reshard.models.without_table import ClassFamily
 
 # What wrappers put into a name, and before it: activation checkpointing, FSDP, torch.compile; DDP.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
@@ -20,11 +22,20 @@ PREFIXES = (
 def published_names(names: Collection[str], model: Model) -> dict[str, str]:
     """Return the published name of each of these tensors, by its name in a file; the same name for one that is
     published, or not known."""
-    renamed = {name: _unwrapped(name) for name in names}
+    renamed, known = {name: _unwrapped(name) for name in names}, _as_transformers_saves(model)
     for rule in (_prefixed, _in_memory, _tied):
         changes = rule({*renamed.values()}, model)
-        renamed = {name: changes.get(published, published) for name, published in renamed.items()}
+        renamed = {
+            name: published if published in known else changes.get(published, published)
+            for name, published in renamed.items()
+        }
     return renamed if len({*renamed.values()}) == len(renamed) else {name: name for name in names}
+
+
+def _as_transformers_saves(model: Model) -> Collection[str]:
+    """Return the names that tensors of a model without a mapping table have in its files; of others the rules know
+    what they begin with."""
+    return {*map(tensor_of, model.family.saved)} if isinstance(model.family, ClassFamily) else ()
 
 
 def _unwrapped(name: str) -> str:
