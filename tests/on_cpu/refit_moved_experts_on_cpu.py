@@ -59,7 +59,7 @@ def unpinned(make):
 def without_streams() -> None:
     """From now on streams and events order nothing, and memory is not pinned."""
     torch.Event = torch.cuda.Event = torch.cuda.Stream = NoStream  # the first of vLLM 0.32 on
-    torch.cuda.current_stream = lambda *_: NoStream()
+    torch.cuda.current_stream = torch.accelerator.current_stream = lambda *_: NoStream()
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
     torch.accelerator.set_device_index = lambda *_: None
     torch.empty, torch.empty_like = unpinned(torch.empty), unpinned(torch.empty_like)

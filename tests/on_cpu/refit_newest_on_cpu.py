@@ -10,7 +10,9 @@ from tests.on_cpu.refit_moved_experts_on_cpu import without_streams
 ANSWERS = {
     "vllm.models.kimi_k3.nvidia.mla": {"get_mla_prefill_backend": lambda config: NoPrefill},
     "vllm.models.deepseek_v4.nvidia.flashmla": {"compute_fp8_einsum_recipe": lambda: ((1, 128, 128), True)},
-    "vllm.models.qwen4_exp.common.ngram_embedding": {"get_accelerator_view_from_cpu_tensor": lambda weight: weight},
+    "vllm.models.qwen4_exp.common.ngram_embedding": {
+        "get_accelerator_view_from_cpu_tensor": lambda weight: weight
+    },
 }
 
 

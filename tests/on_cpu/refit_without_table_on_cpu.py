@@ -229,6 +229,9 @@ def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:
     def one_more(module: torch.nn.Module) -> None:
         module.register_buffer("of_nobody", torch.ones(4))
 
+    def of_all_weights(module: torch.nn.Module) -> None:
+        module.process_weights_after_loading = lambda: None
+
     def scaled(model: torch.nn.Module) -> None:
         model.config.query_pre_attn_scalar = 7
 
@@ -239,6 +242,7 @@ def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:
         "fits": said(),
         "a name that the loader skips": said(change_engine=skip),
         "a buffer that nobody brings": said(change_engine=one_more),
+        "what is computed of all weights": said(change_engine=of_all_weights),
         "another config": said(scaled),
         "a parameter that the class does not have": said(another),
         "stages": said(pp=2),

@@ -31,7 +31,14 @@ PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT", "CPU")  # "CPU" only if
 
 def check_supported(model: Served, config: Any) -> None:
     """Raise ReshardError if a layer keeps its weights in an order or precision that a refit cannot
-    write, given the ``VllmConfig``."""
+    write, or the model computes something of all its weights, given the ``VllmConfig``."""
+    for whole in (model.main, model.draft):
+        if hasattr(whole, "process_weights_after_loading"):
+            raise ReshardError(
+                f"{type(whole).__name__} of this vLLM computes something of its weights once all are loaded "
+                f"(process_weights_after_loading), which a refit does not have computed again: save the trainer's "
+                f"model, and load it with vLLM's reload_weights"
+            )
     for name, module in model.named_modules:
         method = plain_method(getattr(module, "quant_method", None))
         if method is None:
