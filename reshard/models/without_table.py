@@ -28,8 +28,8 @@ _OF_PROMPTS = ("ignore_index", "video_placeholder", "use_unified_vision_chunk", 
 _OF_ANY_CLASS = {
     "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "pruned_heads": {},
 }  # fmt: skip
-# Switches of what has weights of its own, by whose names and shapes it is known whether it is there: vLLM's config classes
-# write that they are off where transformers' have none.
+# Switches of what has weights of its own, by whose names and shapes it is known whether it is there: vLLM's config
+# classes write that they are off where transformers' have none.
 _SWITCHES = ("attention_output_gate", "attn_output_gate")
 _Rows = dict[str, str]  # the shapes, as expressions, by the names of rows
 

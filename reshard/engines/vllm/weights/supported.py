@@ -10,6 +10,7 @@ from reshard.engines.vllm.layers import (
     always_packed,
     exchanges_gate_and_up,
     expert_backend,
+    has_cache,
     has_experts,
     is_packed,
     plain_method,
@@ -41,6 +42,8 @@ def check_supported(model: Served, config: Any) -> None:
             )
     for name, module in model.named_modules:
         method = plain_method(getattr(module, "quant_method", None))
+        if has_cache(module) and _has_other_scales(module):
+            _check_cache_scales(name, config)
         if method is None:
             continue
         if type(method).__name__.endswith(CACHE_METHOD):
@@ -55,6 +58,12 @@ def loading_method(module: torch.nn.Module) -> str:
     kind = type(getattr(module, "quant_method", None)).__name__
     is_plain = kind in ("NoneType", *PLAIN_METHODS) or kind.endswith(CACHE_METHOD)
     return "" if is_plain else kind
+
+
+def _has_other_scales(attention: Any) -> bool:
+    """Tell whether an attention's cache has scales other than 1, which not every class sets after dummy weights."""
+    scales = (getattr(attention, f"_{of}_scale", None) for of in "kvq")
+    return any(isinstance(scale, torch.Tensor) and not bool((scale == 1).all()) for scale in scales)
 
 
 def _check_cache_scales(name: str, config: Any) -> None:
