@@ -129,13 +129,12 @@ NEWEST = {
     "0.33.0": ("tests/campaigns/newest_models.py", "-k", "not MiniMax"),
     "0.29.0": ("tests/campaigns/newest_models.py", "-k", "not Muse"),
 }
-# Engines that are refitted while they serve: on images, by fleets that switch, with drafters.
+# Engines that are refitted while they serve: on images, with drafters, by chains, switched together.
 SERVING = (
     "tests/engines/test_images.py",
     "tests/engines/test_drafters.py",
     "tests/engines/test_delta_engines.py",
     "tests/integrations/test_switching.py",
-    "tests/integrations/test_fleet.py",
 )
 TRANSFERRED = ("tests/integrations/test_weight_transfer.py",)
 # vLLM, and the torch that it is built for; ours is 2.11.
