@@ -196,7 +196,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> 
             continue
         if name == "partial_rotary_factor" and ours in (None, 1.0) and theirs in (None, 1.0):
             continue  # vLLM writes what its absence means
-        if inside + name == "text_config.is_mm_prefix_lm" and None in (ours, theirs):
+        if inside + name == "text_config.is_mm_prefix_lm" and (ours, theirs) in ((None, True), (True, None)):
             continue  # vLLM 0.33's Gemma 3 writes that images are seen as a whole, as transformers computes them
         if name in _SWITCHES and (ours, theirs) in ((None, False), (False, None)):
             continue

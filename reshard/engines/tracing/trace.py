@@ -90,6 +90,14 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+# Dtypes that have each value of another.
+WIDER = {
+    torch.bfloat16: (torch.bfloat16, torch.float32),
+    torch.float16: (torch.float16, torch.float32),
+    torch.float32: (torch.float32,),
+}
+
+
 class _Recorder(TorchDispatchMode):
     """Records the copies of canonical `tensors` into `parameters`, which are names by storage."""
 
@@ -170,13 +178,8 @@ class _Recorder(TorchDispatchMode):
                     )
 
     def _widens(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> bool:
-        """Tell whether a published tensor is put into a dtype of floats that has each of its values."""
-        return (
-            dtype is not None
-            and storage_id(tensor) in self.sources
-            and tensor.is_floating_point()
-            and torch.promote_types(tensor.dtype, dtype) == dtype
-        )
+        """Tell whether a published tensor is put into a dtype that has each of its values."""
+        return storage_id(tensor) in self.sources and dtype in WIDER.get(tensor.dtype, ())
 
     def _clone(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor with the same elements of a published one. They lie as they do there, since that

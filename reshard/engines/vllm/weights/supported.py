@@ -42,7 +42,7 @@ def check_supported(model: Served, config: Any) -> None:
             )
     for name, module in model.named_modules:
         method = plain_method(getattr(module, "quant_method", None))
-        if has_cache(module) and _has_other_scales(module):
+        if has_cache(module) and _made_up_scales(config) and _has_other_scales(module):
             _check_cache_scales(name, config)
         if method is None:
             continue
@@ -66,11 +66,15 @@ def _has_other_scales(attention: Any) -> bool:
     return any(isinstance(scale, torch.Tensor) and not bool((scale == 1).all()) for scale in scales)
 
 
-def _check_cache_scales(name: str, config: Any) -> None:
-    # The scales of an fp8 cache come with a checkpoint, or are 1 without; dummy weights make them
-    # up.
+def _made_up_scales(config: Any) -> bool:
+    """Tell whether scales of a cache may be dummy weights: those of an fp8 one come with a checkpoint, or are 1
+    without."""
     is_fp8 = str(config.cache_config.cache_dtype).startswith("fp8")
-    if is_fp8 and config.load_config.load_format == "dummy":
+    return is_fp8 and config.load_config.load_format == "dummy"
+
+
+def _check_cache_scales(name: str, config: Any) -> None:
+    if _made_up_scales(config):
         raise ReshardError(
             f"{name} scales its fp8 keys and values by numbers that load_format='dummy' has made up, and "
             f"that no trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
