@@ -32,6 +32,9 @@ _OF_PROMPTS = ("ignore_index", "video_placeholder", "use_unified_vision_chunk", 
 _OF_ANY_CLASS = {
     "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "pruned_heads": {},
 }  # fmt: skip
+# Switches of what has weights of its own, by whose names and shapes it is known whether it is there: vLLM's config
+# classes write that they are off where transformers' have none.
+_SWITCHES = ("attention_output_gate", "attn_output_gate")
 _Rows = dict[str, str]  # the shapes, as expressions, by the names of rows
 
 
@@ -190,7 +193,10 @@ class ClassFamily(Family):
         from reshard.models.saved_tensors import full_config
 
         ours, theirs = (full_config(self.architecture, config, "the config") for config in (a, b))
-        return _differing(ours, theirs)
+        different = _differing(ours, theirs)
+        return {
+            field: values for field, values in different.items() if not _repeats_text(field, ours, theirs)
+        }
 
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         return self.kinds
@@ -228,6 +234,10 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> 
             continue
         if name == "partial_rotary_factor" and ours in (None, 1.0) and theirs in (None, 1.0):
             continue  # vLLM writes what its absence means
+        if inside + name == "text_config.is_mm_prefix_lm" and (ours, theirs) in ((None, True), (True, None)):
+            continue  # vLLM 0.33's Gemma 3 writes that images are seen as a whole, as transformers computes them
+        if name in _SWITCHES and (ours, theirs) in ((None, False), (False, None)):
+            continue
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
             different |= _differing(ours, theirs, f"{inside}{name}.")
         else:

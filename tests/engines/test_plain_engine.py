@@ -47,6 +47,26 @@ HALVES = {
 }
 
 
+@pytest.mark.parametrize("narrowed", [False, True])
+def test_a_loader_may_widen_a_tensor_on_its_way_and_not_narrow_it(narrowed):
+    published, then = (torch.float32, torch.bfloat16) if narrowed else (torch.bfloat16, torch.float32)
+    stand_in = torch.empty(4, 6, device="meta")
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            stand_in[:2].copy_(tensor.to(then)[1:3])
+
+    arguments = "it", load, {"bias": ((4, 6), published)}, {storage_id(stand_in): "gate.bias"}
+    if narrowed:
+        with pytest.raises(
+            ReshardError, match="writes aten._to_copy.default of bias into gate.bias, which is not"
+        ):
+            trace_load(*arguments)
+    else:
+        [copy] = trace_load(*arguments).copies
+        assert (copy.box.offsets, copy.box.lengths, copy.offset) == ((1, 0), (2, 6), 0)
+
+
 @pytest.mark.parametrize(("places", "lengths", "whole"), HALVES.values(), ids=HALVES)
 def test_a_loader_has_to_fill_each_element_exactly_once(places, lengths, whole):
     (rows, columns), stand_in = lengths, torch.empty(4, 6, device="meta")

@@ -6,6 +6,7 @@ streams and events that order nothing: on a CPU each copy has ended when its cal
 """
 
 import contextlib
+import functools
 import time
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -50,11 +51,18 @@ class NoStream:
         return 0.0
 
 
+def unpinned(make):
+    return lambda *sizes, pin_memory=False, **options: make(*sizes, **options)
+
+
+@functools.cache
 def without_streams() -> None:
-    torch.cuda.Event = torch.cuda.Stream = NoStream
-    torch.cuda.current_stream = lambda *_: NoStream()
+    """From now on streams and events order nothing, and memory is not pinned."""
+    torch.Event = torch.cuda.Event = torch.cuda.Stream = NoStream  # the first of vLLM 0.32 on
+    torch.cuda.current_stream = torch.accelerator.current_stream = lambda *_: NoStream()
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
     torch.accelerator.set_device_index = lambda *_: None
+    torch.empty, torch.empty_like = unpinned(torch.empty), unpinned(torch.empty_like)
 
 
 def config_as_on_a_gpu(arguments: EngineArgs, plain=EngineArgs.create_engine_config):

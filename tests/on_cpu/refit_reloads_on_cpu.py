@@ -334,10 +334,13 @@ def arranged(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, st
     )
     if how == "left":
         live.exchange = lambda placed, layers: placed
-        shuffled = unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout
-        unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout = lambda cache, w13, w2, **options: (
-            shuffled(cache, w13.roll(w13.shape[1] // 2, 1), w2, **options)
-        )
+        shuffle = unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout
+
+        def shuffled(cache, w13, w2, **options):
+            # In place, as vLLM 0.32 reads its outcome; older ones take what is returned.
+            return shuffle(cache, w13.copy_(w13.roll(w13.shape[1] // 2, 1)), w2, **options)
+
+        unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout = shuffled
     if how == "unknown":
         unquantized.convert_to_unquantized_kernel_format = lambda layer: None
     module, config = engine_of(checkpoint[0], load_format="dummy", **engine)

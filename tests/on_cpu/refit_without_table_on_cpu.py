@@ -238,6 +238,12 @@ def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:
     def one_more(module: torch.nn.Module) -> None:
         module.register_buffer("of_nobody", torch.ones(4))
 
+    def of_all_weights(module: torch.nn.Module) -> None:
+        module.process_weights_after_loading = lambda: None
+
+    def made_up(module: torch.nn.Module) -> None:
+        next(one for one in module.modules() if hasattr(one, "_k_scale"))._k_scale.fill_(0.5)
+
     def scaled(model: torch.nn.Module) -> None:
         model.config.query_pre_attn_scalar = 7
 
@@ -246,8 +252,11 @@ def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:
 
     return {
         "fits": said(),
+        "fits with a cache in fp8": said(kv_cache_dtype="fp8"),
+        "scales of a cache": said(change_engine=made_up, kv_cache_dtype="fp8"),
         "a name that the loader skips": said(change_engine=skip),
         "a buffer that nobody brings": said(change_engine=one_more),
+        "what is computed of all weights": said(change_engine=of_all_weights),
         "another config": said(scaled),
         "a parameter that the class does not have": said(another),
         "stages fit": said(pp=2),

@@ -93,6 +93,7 @@ def worker_of(module: torch.nn.Module, config, draft: torch.nn.Module | None = N
     runner = GPUModelRunner.__new__(GPUModelRunner)
     runner.model, runner.vllm_config, runner.load_config = module, config, config.load_config
     runner.model_config, runner.kv_caches = config.model_config, []
+    runner.lora_config = config.lora_config
     runner.post_kv_cache_wake_up = lambda: None
     if draft is not None:
         runner.drafter = SimpleNamespace(model=draft)

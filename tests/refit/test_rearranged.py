@@ -27,6 +27,12 @@ def test_a_refit_leaves_experts_as_vllm_arranges_them_for_a_kernel(
     refit(converted("served-moe-halves"), parallel, trainers, engine, engines, together, tmp_path, **options)
 
 
+def test_experts_of_a_width_that_vllm_pads_for_a_kernel_are_refitted(converted, tmp_path):
+    """vLLM 0.32 makes 256 of 192 rows, of which its loader fills 192 and its processing the others with zeros."""
+    checkpoints = converted("served-moe-narrow")
+    refit(checkpoints, f"{TP} 1", 1, {"moe_backend": "flashinfer_trtllm"}, 1, True, tmp_path)
+
+
 BLOCKS = [
     ("flashinfer_trtllm", False, {"tp": 2}),
     ("flashinfer_trtllm", True, {"tp": 2}),

@@ -110,10 +110,14 @@ def test_what_would_be_another_model_is_refused_everywhere(checkpoints, tmp_path
     places = sides(tmp_path, 2, 2, True)
     checkpoint = checkpoints("Gemma2ForCausalLM")[0]
     for said in run_on_ranks(2, "refusals", places, checkpoint, module="refit_without_table_on_cpu"):
-        assert said.pop("fits") == said.pop("stages fit") == "no error"
+        assert (
+            said.pop("fits") == said.pop("stages fit") == said.pop("fits with a cache in fp8") == "no error"
+        )
         for what, sentence in {
             "a name that the loader skips": "does not take model.layers.1.mlp.down_proj.weight, and would",
             "a buffer that nobody brings": "of_nobody",
+            "scales of a cache": "scales its fp8 keys and values by numbers that load_format='dummy' has made up",
+            "what is computed of all weights": "Gemma2ForCausalLM of this vLLM computes something of its weights once",
             "another config": "query_pre_attn_scalar is 7, but the served model's is 256",
             "a parameter that the class does not have": "parameters that transformers' class of it does not have: "
             "model.adapter",
@@ -295,6 +299,22 @@ def test_fields_that_decide_what_is_computed_are_compared_wherever_they_are():
     assert different_fields(any_model(one), any_model(other)) == {}
     other["text_config"]["rms_norm_eps"] = 0.5
     assert different_fields(any_model(one), any_model(other)) == {"text_config.rms_norm_eps": (1e-6, 0.5)}
+
+
+@pytest.mark.parametrize(
+    "field, written, other", [("is_mm_prefix_lm", True, None), ("attention_output_gate", False, True)]
+)
+def test_what_vllm_writes_into_a_config_makes_no_other_model(field, written, other):
+    name = "Gemma3ForConditionalGeneration"
+    one, served = config_of(name).to_dict(), config_of(name).to_dict()
+    served["hidden_size"] = served["text_config"]["hidden_size"]
+    served["text_config"][field] = written
+    assert different_fields(any_model(one), any_model(served)) == {}
+    served["hidden_size"] = 7
+    assert different_fields(any_model(one), any_model(served)) == {"hidden_size": (None, 7)}
+    if other is not None:
+        served["text_config"][field] = other
+        assert f"text_config.{field}" in different_fields(any_model(one), any_model(served))
 
 
 def test_what_only_training_reads_makes_no_other_model_and_what_a_router_reads_does():

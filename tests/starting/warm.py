@@ -25,6 +25,7 @@ OF_ENGINES = (
     "tests.starting.torchrun_methods",
     "tests.starting.no_spinning",
     "tests.starting.quick_ends",
+    "tests.starting.no_dunders",
     "vllm.entrypoints.llm",
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",

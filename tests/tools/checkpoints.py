@@ -231,6 +231,10 @@ SERVED = {
         **MOE | WIDE | dict(hidden_size=384, num_key_value_heads=4, head_dim=64, moe_intermediate_size=256),
         tie_word_embeddings=False,
     ),  # of whole blocks also at TP 2
+    "served-moe-narrow": Qwen3MoeConfig(
+        **MOE | WIDE | dict(hidden_size=384, num_key_value_heads=4, head_dim=64, moe_intermediate_size=192),
+        tie_word_embeddings=False,
+    ),  # of experts that a kernel wants wider
     "olmoe-mha": OlmoeConfig(**OLMOE | dict(num_key_value_heads=8), tie_word_embeddings=False),  # as it is published
     "served-mla-blocks": DeepseekV3Config(
         **MLA | dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=4, intermediate_size=256,

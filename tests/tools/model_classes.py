@@ -1,5 +1,6 @@
 """Small models of transformers' classes that no mapping table covers, as published checkpoints of them are."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -87,9 +88,66 @@ WITH_TOWER: dict[str, dict] = {
 }
 
 
+TEXT_OF_GEMMA4 = SIZES | dict(
+    global_head_dim=32, sliding_window=32, layer_types=["sliding_attention", "full_attention"],
+    vocab_size_per_layer_input=500, hidden_size_per_layer_input=16,
+)  # fmt: skip
+SMALL_TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+SPARSE_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+# For newer versions of vLLM: CI's has no class of theirs, or cannot read their config (see
+# `tests.campaigns.newest_models`).
+NEWEST: dict[str, dict] = {
+    "Gemma4ForCausalLM": TEXT_OF_GEMMA4,
+    "Gemma4ForConditionalGeneration": dict(
+        text_config=TEXT_OF_GEMMA4,
+        vision_config=SMALL_TOWER | dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64),
+        audio_config=None, image_token_id=400, boi_token_id=401, eoi_token_id=402, audio_token_id=403,
+        boa_token_id=404, eoa_token_id=405, eoa_token_index=405, video_token_id=406,
+    ),
+    "MuseGlimmerForConditionalGeneration": dict(
+        text_config=SIZES | dict(sliding_window=32, bos_token_id=1, eos_token_id=2),
+        vision_config=SMALL_TOWER | dict(pos_emb_height=4, pos_emb_width=4, max_position_embeddings=16),
+        out_hidden_size=128, projector_hidden_size=64, image_token_id=400, video_token_id=401,
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": dict(
+        text_config=SIZES | SPARSE_EXPERTS | dict(
+            dense_intermediate_size=256, shared_intermediate_size=128, rotary_dim=8, bos_token_id=1, eos_token_id=2,
+            mlp_layer_types=["dense", "sparse"], layer_types=["full_attention", "minimax_m3_sparse"],
+            index_n_heads=2, index_head_dim=16,
+        ),
+        vision_config=SMALL_TOWER | dict(
+            image_size=56, img_token_compression_config=dict(spatial_merge_size=2, temporal_patch_size=2)
+        ),
+        projector_hidden_size=64, image_token_index=400, video_token_index=401,
+    ),
+    "KimiLinearForCausalLM": {name: size for name, size in SIZES.items() if name != "head_dim"} | SPARSE_EXPERTS | dict(
+        num_key_value_heads=4, moe_intermediate_size=64, kv_lora_rank=32, qk_rope_head_dim=16, v_head_dim=32,
+        qk_nope_head_dim=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, mla_use_nope=True, first_k_dense_replace=1,
+        linear_attn_config=dict(
+            head_dim=32, num_heads=4, short_conv_kernel_size=4, kda_layers=[1], full_attn_layers=[2]
+        ),
+    ),
+}  # fmt: skip
+# What the publisher's configs say of them and transformers' do not write, and vLLM reads.
+PUBLISHED: dict[str, dict] = {
+    "MiniMaxM3SparseForConditionalGeneration": dict(
+        text_config=dict(
+            hidden_act="swigluoai", scoring_func="sigmoid", use_routing_bias=True, n_shared_experts=1,
+            swiglu_beta=1.0, use_qk_norm=True, qk_norm_type="per_head", rope_theta=5000000, use_gemma_norm=True,
+            num_mtp_modules=0, moe_layer_freq=[0, 1], partial_rotary_factor=0.5,
+            sparse_attention_config=dict(
+                use_sparse_attention=True, sparse_index_dim=16, sparse_num_index_heads=2, sparse_topk_blocks=16,
+                sparse_block_size=128, sparse_disable_index_value=[0, 1], sparse_score_type="max",
+                sparse_init_block=0, sparse_local_block=1, sparse_attention_freq=[0, 1],
+            ),
+        ),
+    ),
+}  # fmt: skip
+
+
 def config_of(name: str, **changes):
     """The config of a small model of a class, with its class named in it."""
-    config = getattr(transformers, name).config_class(**(CLASSES | WITH_TOWER)[name] | changes)
+    config = getattr(transformers, name).config_class(**(CLASSES | WITH_TOWER | NEWEST)[name] | changes)
     config.architectures = [name]
     return config
 
@@ -104,4 +162,9 @@ def make(directory: Path, name: str, seed: int = 0, dtype: torch.dtype = torch.b
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.ndim == 1))
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     model.save_pretrained(directory)
+    if name in PUBLISHED:
+        config = json.loads((directory / "config.json").read_text())
+        for part, fields in PUBLISHED[name].items():
+            config[part] |= fields
+        (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -112,6 +112,8 @@ for possible, kernels in (
     for named in kernels:
         named.is_supported = classmethod(lambda cls, capability=None: (True, None))
         possible[PlatformEnum.OOT].append(named)
+for named in linear_kernels._POSSIBLE_MXFP8_KERNELS[PlatformEnum.OOT][1:]:
+    named.can_implement = classmethod(lambda cls, config: (True, None))  # also of a few rows
 # Those of experts that quantize what comes in, where they are asked for by name.
 for experts, name in (
     (FlashInferExperts, "flashinfer_cutlass"),

@@ -90,6 +90,14 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+# Dtypes that have each value of another.
+WIDER = {
+    torch.bfloat16: (torch.bfloat16, torch.float32),
+    torch.float16: (torch.float16, torch.float32),
+    torch.float32: (torch.float32,),
+}
+
+
 class _Recorder(TorchDispatchMode):
     """Records the copies of canonical `tensors` into `parameters`, which are names by storage."""
 
@@ -127,7 +135,9 @@ class _Recorder(TorchDispatchMode):
             self._fill(args[0], args[1] if len(args) > 1 else 0)
             return args[0]
         if func is torch.ops.aten.clone.default and storage_id(args[0]) in self.sources:
-            return self._clone(args[0])
+            return self._clone(args[0], args[0].dtype)
+        if func is torch.ops.aten._to_copy.default and self._widens(args[0], **(kwargs or {})):
+            return self._clone(args[0], (kwargs or {})["dtype"])
         if func is torch.ops.aten.cat.default and self._joins_rows(*args):
             return self._join(args[0])
         if func._schema.is_mutable:
@@ -167,12 +177,16 @@ class _Recorder(TorchDispatchMode):
                         f"does not support it"
                     )
 
-    def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _widens(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> bool:
+        """Tell whether a published tensor is put into a dtype that has each of its values."""
+        return storage_id(tensor) in self.sources and dtype in WIDER.get(tensor.dtype, ())
+
+    def _clone(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor with the same elements of a published one. They lie as they do there, since that
         says which they are, and not as the loader asks."""
         source = storage_id(tensor)
         elements = prod(self.sources[source][1])
-        clone = torch.empty(elements, dtype=tensor.dtype, device="meta")
+        clone = torch.empty(elements, dtype=dtype, device="meta")
         clone = clone.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         self.clones.append(clone)
         self.sources[storage_id(clone)] = self.sources[source]

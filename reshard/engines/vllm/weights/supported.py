@@ -10,6 +10,7 @@ from reshard.engines.vllm.layers import (
     always_packed,
     exchanges_gate_and_up,
     expert_backend,
+    has_cache,
     has_experts,
     is_packed,
     plain_method,
@@ -31,9 +32,18 @@ PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT", "CPU")  # "CPU" only if
 
 def check_supported(model: Served, config: Any) -> None:
     """Raise ReshardError if a layer keeps its weights in an order or precision that a refit cannot
-    write, given the ``VllmConfig``."""
+    write, or the model computes something of all its weights, given the ``VllmConfig``."""
+    for whole in (model.main, model.draft):
+        if hasattr(whole, "process_weights_after_loading"):
+            raise ReshardError(
+                f"{type(whole).__name__} of this vLLM computes something of its weights once all are loaded "
+                f"(process_weights_after_loading), which a refit does not have computed again: save the trainer's "
+                f"model, and load it with vLLM's reload_weights"
+            )
     for name, module in model.named_modules:
         method = plain_method(getattr(module, "quant_method", None))
+        if has_cache(module) and _made_up_scales(config) and _has_other_scales(module):
+            _check_cache_scales(name, config)
         if method is None:
             continue
         if type(method).__name__.endswith(CACHE_METHOD):
@@ -50,11 +60,21 @@ def loading_method(module: torch.nn.Module) -> str:
     return "" if is_plain else kind
 
 
-def _check_cache_scales(name: str, config: Any) -> None:
-    # The scales of an fp8 cache come with a checkpoint, or are 1 without; dummy weights make them
-    # up.
+def _has_other_scales(attention: Any) -> bool:
+    """Tell whether an attention's cache has scales other than 1, which not every class sets after dummy weights."""
+    scales = (getattr(attention, f"_{of}_scale", None) for of in "kvq")
+    return any(isinstance(scale, torch.Tensor) and not bool((scale == 1).all()) for scale in scales)
+
+
+def _made_up_scales(config: Any) -> bool:
+    """Tell whether scales of a cache may be dummy weights: those of an fp8 one come with a checkpoint, or are 1
+    without."""
     is_fp8 = str(config.cache_config.cache_dtype).startswith("fp8")
-    if is_fp8 and config.load_config.load_format == "dummy":
+    return is_fp8 and config.load_config.load_format == "dummy"
+
+
+def _check_cache_scales(name: str, config: Any) -> None:
+    if _made_up_scales(config):
         raise ReshardError(
             f"{name} scales its fp8 keys and values by numbers that load_format='dummy' has made up, and "
             f"that no trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
