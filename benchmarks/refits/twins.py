@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.models import config_of, vllm_engine
 from benchmarks.refits.lending import meet
-from benchmarks.refits.serving import GRAPHS, spoken
+from benchmarks.refits.serving import GRAPHS, prompts, spoken
 from reshard.comm.hosts import free_address
 from reshard.core.errors import ReshardError
 from reshard.refit import RefitGroup, connect
@@ -289,7 +289,7 @@ class Side:
         options, engine = self.options, self.engine
         next_address(self.group)  # of the trainer and the other engine
         meet(self.group, "the engine is refitted")
-        refused, before = raised(lambda: spoken(self.llm, self.vocabulary)), reachable(engine.module)
+        refused, before = refusal_of(self.llm, self.vocabulary), reachable(engine.module)
         seconds, transfers, routes = [], [], []
         for turn in range(options.times + 1):
             if turn:
@@ -359,6 +359,22 @@ class Side:
         engine.restore_left_alone = restore
         meet(self.group, "an end")
         return said
+
+
+def refusal_of(llm: Any, vocabulary: int) -> str:
+    """Return how a vLLM refuses requests: by the sentence of an error, or answers without tokens that say why they
+    have ended. Raises ReshardError if it serves."""
+    from vllm import SamplingParams
+
+    try:
+        outputs = llm.generate(
+            prompts(vocabulary), SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+        )
+    except ReshardError as error:
+        return str(error)
+    if any(output.outputs[0].token_ids for output in outputs):
+        raise ReshardError("an engine with dummy weights serves")
+    return f"no tokens, {outputs[0].outputs[0].finish_reason}"
 
 
 def raised(action: Callable[[], Any]) -> str:
