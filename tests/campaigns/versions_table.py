@@ -37,28 +37,23 @@ def read_table() -> dict[str, Result]:
     return results
 
 
-SUMMARY = """\
-| package | works | CI runs |
-|---|---|---|
-| Python | 3.10 to 3.14 | 3.12 |
-| Megatron-Core | 0.12 to main | 0.19 |
-| vLLM | 0.24 to 0.33 | 0.26 |
-| SGLang | 0.5.16 to 0.5.23 | 0.5.16 |
-| transformers | 4.57 on | 5.23 |
-
-There are no upper bounds: a newer version works, or is refused by name. Below, `python -m tests.campaigns.matrix`
-has run tests with other versions, without a GPU.
-""".splitlines()
+def read_prose() -> dict[str, str]:
+    """What people have written on the page, by section; under "" what comes before the first one."""
+    prose: dict[str, list[str]] = {"": []}
+    group = ""
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            group = line.removeprefix("## ")
+            prose[group] = []
+        elif not line.startswith("- "):
+            prose[group].append(line)
+    return {group: "\n".join(lines).strip("\n") for group, lines in prose.items()}
 
 
 def write_table(kept: dict[str, Result], cells: Sequence[tuple[str, str]]) -> None:
-    """Write the results of these cells, each a section and a name, by both."""
-    lines = [
-        "# Versions",
-        "",
-        *SUMMARY,
-        "",
-    ]
+    """Write the results of these cells, each a section and a name, by both, and leave the prose where it is."""
+    prose = read_prose()
+    lines = [prose[""], ""]
     for group in dict.fromkeys(group for group, _ in cells):
         lines += [f"## {group}", ""]
         for name in [name for of_group, name in cells if of_group == group]:
@@ -68,4 +63,6 @@ def write_table(kept: dict[str, Result], cells: Sequence[tuple[str, str]]) -> No
                 continue
             lines.append(f"- {name}: {VERDICTS[result.ok]}{result.outcome} ({result.date})")
         lines.append("")
+        if prose.get(group):
+            lines += [prose[group], ""]
     TABLE.write_text("\n".join(lines), encoding="utf-8")
