@@ -47,6 +47,7 @@ from reshard.engines.vllm.quantized.reload import Reloads
 from reshard.engines.vllm.requests.core import put_before
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import begin_compiling, find_scales, layers_in_blocks
+from reshard.engines.vllm.weights.derived import DerivedWeights
 from reshard.engines.vllm.weights.drafter import (
     NO_SHIFTS,
     check_drafter,
@@ -57,17 +58,14 @@ from reshard.engines.vllm.weights.drafter import (
     without_shifts,
 )
 from reshard.engines.vllm.weights.exchanged import exchange, exchanged_layers
-from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
-from reshard.engines.vllm.weights.mla import (
-    derive_in_place,
-    derived_tensors,
-    deriving_attentions,
-    stale_matrices,
+from reshard.engines.vllm.weights.moved_experts import (
+    VllmExperts,
+    check_moves,
+    leave_where_they_are,
+    moves_experts,
 )
-from reshard.engines.vllm.weights.moved_experts import VllmExperts, leave_where_they_are, moves_experts
 from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import Served
-from reshard.engines.vllm.weights.sinks import are_stale, widen_in_place, widened_sinks
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
 from reshard.engines.vllm.weights.tower import tower_in
@@ -129,7 +127,7 @@ class VllmModel(LiveEngine):
         self._main_trace: Trace | None = None
         self._adapters: dict[str, VllmAdapter] = {}
         self._left = LeftAlone(model, self.guard)
-        self.decays: dict[str, Decay] = {}
+        self.derived = DerivedWeights()
         self._find_tensors(with_drafter=drafts_by_mtp, with_tower=False)
         self.guard.when_loaded.append(WeakMethod(self._loaded_again))
         if config.parallel_config.data_parallel_size > 1:
@@ -202,9 +200,8 @@ class VllmModel(LiveEngine):
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
         # What vLLM's loader writes into: of layers that it quantizes after loading, not what they
         # serve from.
-        self.decays = decays(self.served, self.decays)
-        self.loaded = self.tensors | self.reloads.loaded
-        self.loaded |= {name: decay.log for name, decay in self.decays.items()}
+        self.derived.find(self.served, self.tensors)
+        self.loaded = self.tensors | self.reloads.loaded | self.derived.logarithms()
         self.rank = rank_of(self.module, self.model, self.tensors, self.vllm_config)
         self.tp = self.rank.tp
         self.pp, self.pp_rank = pipeline_parallel()
@@ -219,8 +216,6 @@ class VllmModel(LiveEngine):
         self.staged_rounds = {
             identity: rounds[layer] for identity, layer in layers.items() if layer in rounds
         }
-        self.attentions = deriving_attentions(self.served)
-        self.sinks = widened_sinks(self.served, self.tensors)
         everything = Served(self.module, self.draft)
         self._modules = dict(everything.named_modules)
         # Tensors of a drafter that a refit leaves alone.
@@ -261,29 +256,12 @@ class VllmModel(LiveEngine):
         could not follow them."""
         if not moves_experts(self.served.main) and not (self.draft is not None and moves_experts(self.draft)):
             return None
-        if self.draft is not None and self.served.draft is None and moves_experts(self.draft):
-            raise ReshardError(
-                "vLLM moves the experts of a drafter by their load (EPLB), and the trainer has no MTP layers for it: "
-                "start vLLM without the drafter, or without enable_eplb"
-            )
+        check_moves(self.served, self.draft, self.vllm_config.parallel_config, self.worker)
         if self.blocks or self.reloads.round_of:
             changed, instead = self._changed_layer()
             raise ReshardError(
                 f"{changed}, which a refit of experts that vLLM moves by their load (EPLB) does not support: "
                 f"{instead}, or without enable_eplb"
-            )
-        parallel = self.vllm_config.parallel_config
-        in_background = parallel.eplb_config.use_async
-        if in_background and parallel.data_parallel_size > 1:
-            raise ReshardError(
-                "vLLM's data parallel engines move experts in the background (EPLB): one that a failed refit has not "
-                "reached would take a move over that the others have given up. Start vLLM with --eplb-config "
-                "'{\"use_async\": false}'"
-            )
-        if self.worker is None and in_background:
-            raise ReshardError(
-                "vLLM moves experts in the background (EPLB), which a model without its worker does not show: pass "
-                "VllmModel the worker, or start vLLM with --eplb-config '{\"use_async\": false}'"
             )
         self.cannot_switch = "its experts move (EPLB)"
         return VllmExperts(self.served, placed, self.model, self.worker)
@@ -317,7 +295,7 @@ class VllmModel(LiveEngine):
 
     def _trace_main(self, dtype: torch.dtype) -> Trace:
         def trace(canonical: Canonical) -> Trace:
-            return trace_model(self.module, canonical, self.decays)
+            return trace_model(self.module, canonical, self.derived.decays)
 
         def fingerprint(layer: ExpertLayer) -> tuple:
             return layer_fingerprint(self.module, layer)
@@ -349,8 +327,8 @@ class VllmModel(LiveEngine):
             self._modules,
             self.tensors,
             self.reloads.round_of,
-            self.attentions,
-            self.decays,
+            self.derived.attentions,
+            self.derived.decays,
             () if self._with_tower else self._towers,
         )
         others |= without_shifts(self.tensors, self._declared)
@@ -487,9 +465,7 @@ class VllmModel(LiveEngine):
 
     def tensors_moved(self) -> None:
         """Find what vLLM derives, and the accounts, anew."""
-        self.attentions = deriving_attentions(self.served)
-        self.sinks = widened_sinks(self.served, self.tensors)
-        self.decays = decays(self.served, self.decays)
+        self.derived.find(self.served, self.tensors)
         self.accounts = self._account()
 
     # A refit
@@ -525,28 +501,17 @@ class VllmModel(LiveEngine):
         """Write what vLLM has lost and no trainer has, and let vLLM derive matrices and sinks from the
         new weights."""
         self.restore_left_alone()
-        for attention in self.attentions.values():
-            derive_in_place(attention)
-        for widened in self.sinks.values():
-            widen_in_place(widened)
-        for decay in self.decays.values():
-            load_decay(decay, self.tp)
+        self.derived.update(self.tp)
 
     def stale_derived(self) -> list[str]:
         """Return the names of tensors that are not what vLLM derives from the weights that it has
         now."""
-        matrices = [
-            f"{name}.{key}"
-            for name, attention in self.attentions.items()
-            for key in stale_matrices(attention)
-        ]
-        sinks = [f"{name}.sinks" for name, widened in self.sinks.items() if are_stale(widened)]
-        return matrices + sinks + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
+        return self.derived.stale(self.tp)
 
     def not_as_published(self) -> list[str]:
         """Return the names of local tensors that do not hold what was published. What decays are made of is
         not kept up."""
-        logs = {id(decay.log) for decay in self.decays.values()}
+        logs = {id(log) for log in self.derived.logarithms().values()}
         of_decays = [identity[0] for identity, region in self.regions.items() if id(region.tensor) in logs]
         return super().not_as_published() + of_decays
 
@@ -585,11 +550,8 @@ class VllmModel(LiveEngine):
     def arranged_tensors(self) -> dict[str, torch.Tensor]:
         """Return all that a refit writes, or has vLLM derive, by name: also what kernels and attention keep beside
         parameters."""
-        tensors = written_tensors(self.tensors, self.accounts) | beside_parameters(self._arranged_layers())
-        for name, attention in self.attentions.items():
-            tensors |= {f"{name}.{key}": one for key, one in derived_tensors(attention.module).items()}
-        tensors |= {f"{name}.sinks in fp32": sinks.widened for name, sinks in self.sinks.items()}
-        return tensors | {f"{name} as its logarithm": decay.log for name, decay in self.decays.items()}
+        beside = beside_parameters(self._arranged_layers())
+        return written_tensors(self.tensors, self.accounts) | beside | self.derived.tensors()
 
     def _arranged_layers(self) -> dict[str, torch.nn.Module]:
         """Return the layers that do not serve from plain weights, by name."""

@@ -68,6 +68,28 @@ class VllmExperts:
         }
 
 
+def check_moves(served: Served, draft: torch.nn.Module | None, parallel: Any, worker: Any) -> None:
+    """Raise ReshardError where a refit could not follow the experts that vLLM moves: those of a drafter that is not
+    refitted, or in the background where nobody sees it."""
+    if draft is not None and served.draft is None and moves_experts(draft):
+        raise ReshardError(
+            "vLLM moves the experts of a drafter by their load (EPLB), and the trainer has no MTP layers for it: "
+            "start vLLM without the drafter, or without enable_eplb"
+        )
+    in_background = parallel.eplb_config.use_async
+    if in_background and parallel.data_parallel_size > 1:
+        raise ReshardError(
+            "vLLM's data parallel engines move experts in the background (EPLB): one that a failed refit has not "
+            "reached would take a move over that the others have given up. Start vLLM with --eplb-config "
+            "'{\"use_async\": false}'"
+        )
+    if worker is None and in_background:
+        raise ReshardError(
+            "vLLM moves experts in the background (EPLB), which a model without its worker does not show: pass "
+            "VllmModel the worker, or start vLLM with --eplb-config '{\"use_async\": false}'"
+        )
+
+
 def moves_experts(module: torch.nn.Module, inside: bool = True) -> bool:
     """Tell whether vLLM moves experts of a module, or of those `inside`."""
     modules = module.modules() if inside else [module]
