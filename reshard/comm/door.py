@@ -20,11 +20,11 @@ import socket
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from reshard.comm.channel import Handshake, Keys, keep_from_forks
-from reshard.comm.hosts import BACKLOG, family_of
+from reshard.comm.hosts import BACKLOG, address_of, family_of
 from reshard.comm.secret import new_secret, secret_for
 from reshard.core.errors import ReshardError
 
@@ -100,13 +100,19 @@ class Door:
         self.entrances: dict[bytes, Entrance] = {}
         self.handshakes: dict[socket.socket, Handshake] = {}  # the oldest first
         self.is_closed = False
-        self.selector = selectors.DefaultSelector()
-        self._woken, self._waker = _wakers()
-        listener.setblocking(False)
-        keep_from_forks(listener)
-        self.selector.register(listener, selectors.EVENT_READ)
-        self.selector.register(self._woken, selectors.EVENT_READ)
-        threading.Thread(target=self._serve, name="reshard door", daemon=True).start()
+        with ExitStack() as made:  # which is closed again where something fails, as with too many open files
+            made.callback(listener.close)
+            self.selector = selectors.DefaultSelector()
+            made.callback(self.selector.close)
+            self._woken, self._waker = _wakers()
+            made.callback(self._woken.close)
+            made.callback(self._waker.close)
+            listener.setblocking(False)
+            keep_from_forks(listener)
+            self.selector.register(listener, selectors.EVENT_READ)
+            self.selector.register(self._woken, selectors.EVENT_READ)
+            threading.Thread(target=self._serve, name="reshard door", daemon=True).start()
+            made.pop_all()
         _doors[self.place] = self
 
     def entrance(self, secret: bytes) -> Entrance:
@@ -127,10 +133,13 @@ class Door:
 
     def invite(self, seconds: float) -> str:
         """Return a new secret by which members can meet here. Those who come before the first one wait for it, for so
-        many seconds at most. Whoever calls this holds the door."""
+        many seconds at most. Whoever calls this holds the door. Raises ReshardError if it is closed,
+        and OSError where this process has too many open files."""
         secret = new_secret()
         key = secret_for("", secret)
         with _lock:
+            if self.is_closed:
+                raise ReshardError(f"nobody can meet at {address_of(*self.place)}, which is closed")
             self.entrances[key] = Entrance(self, key, time.monotonic() + seconds)
         return secret
 
@@ -264,12 +273,29 @@ def entrance_at(host: str, port: int, secret: bytes) -> Entrance:
     there, or of one that is its own. Raises OSError if nothing can listen there, or a server of this secret does."""
     place = _place(host, port)
     with _lock:
-        return _door_at(place)._entrance(secret)
+        return _entrance_of(_door_at(place), secret)
+
+
+def entrance_behind(listener: socket.socket, secret: bytes) -> Entrance:
+    """Return an entrance of a door of its own, which listens by this socket, and closes it if that fails."""
+    with _lock:
+        return _entrance_of(Door(listener), secret)
+
+
+def _entrance_of(door: Door, secret: bytes) -> Entrance:
+    try:
+        return door._entrance(secret)
+    except BaseException:
+        door._close_unless_needed()
+        raise
 
 
 def _place(host: str, port: int) -> tuple[str, int]:
-    [(*_, place), *_] = socket.getaddrinfo(host, port, family_of(host), socket.SOCK_STREAM)
-    return str(place[0]), port
+    """Return an address of a host by its number, and the port: that of a door, if any, since a name may have several
+    addresses, in an order that changes."""
+    found = socket.getaddrinfo(host, port, family_of(host), socket.SOCK_STREAM)
+    places = [(str(place[0]), port) for *_, place in found]
+    return next((place for place in places if place in _doors), places[0])
 
 
 def _door_at(place: tuple[str, int]) -> Door:

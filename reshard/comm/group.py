@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from reshard.comm.client import (
     PeerMemoryError,
     TransactionFailedError,
 )
-from reshard.comm.door import Door, Entrance, entrance_at
+from reshard.comm.door import entrance_at, entrance_behind
 from reshard.comm.hosts import address_of, listener_for, parsed
 from reshard.comm.hub import ALIVE_SECONDS, Hub
 from reshard.comm.protocol import (
@@ -121,11 +121,18 @@ class RefitGroup(HubClient):
         own_secret = given_secret(secret)
         if rank == 0:
             hub_secret = own_secret if own_secret is not None else new_secret()
-            door = Door(listener_for(store))
-            entrance = door.entrance(secret_for("", hub_secret))
-            group = _first(entrance, address_of(*door.place), size, timeout)
+            key = secret_for("", hub_secret)
+            try:
+                hub = Hub(entrance_behind(listener_for(store), key), size, timeout)
+            except OSError as error:
+                raise ReshardError(f"rank 0 cannot serve the members ({first_line(error)})") from error
+            group = _first(hub, address_of(*hub.entrance.door.place), timeout)
             meeting = {"address": group.address, "secret": None if own_secret is not None else hub_secret}
-            _bounded(lambda: store.set("hub", json.dumps(meeting)), timeout, rank)
+            try:
+                _bounded(lambda: store.set("hub", json.dumps(meeting)), timeout, rank)
+            except BaseException:
+                group.close()
+                raise
             return group
         text = _bounded(lambda: _looked_up(store, timeout), timeout, rank)
         meeting = json.loads(text)
@@ -154,7 +161,7 @@ class RefitGroup(HubClient):
         if rank:
             return _joined(address, key, rank, size, timeout, deadline)
         try:
-            entrance = entrance_at(host, port, key)
+            hub = Hub(entrance_at(host, port, key), size, timeout)
         except (OSError, ValueError, OverflowError) as error:
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             hint = (
@@ -164,24 +171,29 @@ class RefitGroup(HubClient):
                 else ")"
             )
             raise ReshardError(f"rank 0 cannot serve at {address} ({first_line(error)}{hint}") from error
-        return _first(entrance, address, size, timeout)
+        return _first(hub, address, timeout)
 
     @staticmethod
-    def abort(address: str, reason: str, timeout: float = 10.0, secret: str | None = None) -> None:
+    def abort(address: str, reason: str, timeout: float = 10.0, secret: str | None = None) -> bool:
         """Fail the transactions of the members that meet at an address, now and later; for a process that is
         not a member.
 
-        Does nothing if nobody serves there within `timeout` seconds.
+        Returns True once these have been told. Does nothing, and returns False, if nobody serves there within `timeout`
+        seconds, or no meeting of this secret: it may be over, and others go on at its port.
         """
         host, port = parsed(address)
         key = secret_for(host, secret)
-        with suppress(OSError, BrokenChannelError):
+        try:
             channel = connect(host, port, key, time.monotonic() + timeout)
-            try:
-                channel.send(encode(Abort(reason)) | {"id": 0})
-                channel.receive(timeout)
-            finally:
-                channel.close()
+        except (WrongSecretError, OSError, ValueError):
+            return False
+        try:
+            channel.send(encode(Abort(reason)) | {"id": 0})
+            return channel.receive(timeout) is not None
+        except BrokenChannelError:
+            return False
+        finally:
+            channel.close()
 
     def close(self) -> None:
         """Leave the meeting, which ends it: whoever waits for this member learns that it is gone. With the first
@@ -390,12 +402,12 @@ def _did_not_reach(key: str) -> str:
     return f"did not reach '{key.partition('/')[0]}'"
 
 
-def _first(entrance: Entrance, address: str, size: int, timeout: float) -> RefitGroup:
+def _first(hub: Hub, address: str, timeout: float) -> RefitGroup:
     """Start the hub, and join it as the first member."""
-    hub = Hub(entrance, size, timeout)
     hub.start()
     try:
-        group = _joined(address, entrance.secret, 0, size, timeout, time.monotonic() + timeout)
+        deadline = time.monotonic() + timeout
+        group = _joined(address, hub.entrance.secret, 0, hub.size, timeout, deadline)
         group.hub = hub
         return group
     except BaseException:

@@ -1,6 +1,7 @@
 """A registry: a server where others, who know its secret, look who is there, and put themselves down or cross
 themselves off."""
 
+import errno
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,10 +24,13 @@ class Registry(Server):
         host, port = parsed(address)
         key = secret_for(host, secret)
         try:
-            entrance = entrance_at(host, port, key)
-        except OSError as error:
-            raise ReshardError(f"no registry can serve at {address} ({first_line(error)})") from error
-        super().__init__(entrance)
+            super().__init__(entrance_at(host, port, key))
+        except (OSError, ValueError) as error:
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            hint = ": where another server of this process is there, it has the same secret: give secret= another"
+            raise ReshardError(
+                f"no registry can serve at {address} ({first_line(error)}){hint if taken else ''}"
+            ) from error
         self.calls = calls
         self.start()
 
@@ -36,7 +40,10 @@ class Registry(Server):
         self.closed.wait(CLOSE_SECONDS)
 
     def handle(self, client: Client, message: Message) -> None:
-        """Carry out a call, and answer with what it returns, or why it does not."""
+        """Carry out a call, and answer with what it returns, or why it does not. Raises ReshardError for what is no
+        call, as of a member that takes this for its meeting."""
+        if "call" not in message.head:
+            raise ReshardError("what it sent is no call of a registry")
         name, arguments = str(message.head.get("call")), message.head.get("arguments", {})
         try:
             if name not in self.calls:
@@ -72,8 +79,10 @@ def ask(address: str, call: str, timeout: float = 10.0, secret: str | None = Non
         finally:
             channel.close()
     except WrongSecretError as error:
-        raise ReshardError(f"the registry at {address} lets nobody in ({error}): {HOW}") from error
-    except (OSError, BrokenChannelError) as error:
+        raise ReshardError(
+            f"the registry at {address} lets nobody in ({error}, or no registry is served there): {HOW}"
+        ) from error
+    except (OSError, ValueError, BrokenChannelError) as error:
         raise ReshardError(f"no registry answers at {address} ({first_line(error)})") from error
     if message is None:
         raise ReshardError(f"the registry at {address} does not answer within {timeout:g} s")

@@ -8,6 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 from reshard.comm.channel import (
@@ -40,12 +41,19 @@ class Client:
 
 
 class Server(ABC):
-    """Serves clients that know the secret. Everything in it belongs to the thread that runs `serve`."""
+    """Serves clients that know the secret. Everything in it belongs to the thread that runs `serve`.
+
+    Closes the `entrance` if it cannot begin: raises OSError.
+    """
 
     def __init__(self, entrance: Entrance) -> None:
         self.entrance = entrance
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(entrance, selectors.EVENT_READ)
+        with ExitStack() as taken:  # and given back where something fails, as with too many open files
+            taken.callback(entrance.close)
+            self.selector = selectors.DefaultSelector()
+            taken.callback(self.selector.close)
+            self.selector.register(entrance, selectors.EVENT_READ)
+            taken.pop_all()
         self.clients: dict[socket.socket, Client] = {}
         self.swept = time.monotonic()
         self.stopped = False
@@ -74,7 +82,11 @@ class Server(ABC):
 
     def start(self) -> None:
         """Serve in a thread that ends when nobody needs the server any more."""
-        threading.Thread(target=self.serve, name="reshard hub", daemon=True).start()
+        try:
+            threading.Thread(target=self.serve, name="reshard hub", daemon=True).start()
+        except BaseException:
+            self._close()
+            raise
 
     def stop(self) -> None:
         """End the thread soon; for another thread."""

@@ -131,16 +131,28 @@ class Fleet:
         self._switched: _Connection | None = None  # of the engines that have switched since the last send
         self._recovery: Recovery | None = None  # on the first rank, between two sends
         self._registry: Registry | None = None
+        self._registry_at, self._registry_secret = registry, secret
+        if registry == "":
+            raise OptionError('registry="" is no address: give True, or one such as 10.0.0.1:29700')
         self._door: Door | None = None  # on the first rank
-        self.address = on_first_rank(self._listen)
-        _, self.port = parsed(self.address)
-        if registry:
-            at = self.address if registry is True else registry
+        self.address = on_first_rank(self._open)
+        self.host, self.port = parsed(self.address)  # for good: a name may have several addresses
+
+    def _open(self) -> str:
+        """Listen, and serve the registry, if any, unless that is so; return the address. Raises ReshardError where that
+        cannot be."""
+        # The fleet was closed and goes on, or the door has failed.
+        if self._door is None or self._door.is_closed:
+            self._stop_listening()
+            address = self._listen()
             try:
-                on_first_rank(lambda: self._serve(at, secret))
-            except ReshardError:
+                if self._registry_at:
+                    self._serve(address if self._registry_at is True else self._registry_at)
+            except BaseException:
                 self._stop_listening()
                 raise
+            return address
+        return self.address
 
     def _listen(self) -> str:
         """Open the fleet's door, and return its address. Raises ReshardError where it cannot listen there."""
@@ -152,20 +164,23 @@ class Fleet:
                 f"no fleet can listen at {given} ({first_line(error)}): give Fleet an address of this host, with a "
                 f"port that no other process has"
             ) from error
-        return address_of(self.host, self._door.place[1])
+        return address_of(*self._door.place)
 
     def _stop_listening(self) -> None:
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            registry.close()
         door, self._door = self._door, None
         if door is not None:
             door.release()
 
-    def _serve(self, address: str, secret: str | None) -> None:
+    def _serve(self, address: str) -> None:
         calls: dict[str, Callable[..., Any]] = {
             "describe": self.describe,
             "join": self._join,
             "leave": self.remove,
         }
-        self._registry = Registry(address, secret, calls)
+        self._registry = Registry(address, self._registry_secret, calls)
 
     def _join(self, url: str, name: str | None = None, sglang: bool = False) -> str:
         """Add the server at an address, in place of another of this name; see `add`."""
@@ -364,6 +379,7 @@ class Fleet:
         self._end_begun()
         self._switched = None
         self._end_recovery()
+        on_first_rank(self._open)
         self._disconnect(self._roster.follow())
         if how.version is None:
             how = replace(how, version=self._last + 1)
@@ -493,8 +509,7 @@ class Fleet:
 
     def _meeting(self) -> tuple[str, str]:
         """Return the address and the secret with which the next connection meets."""
-        if self._door is None:  # the fleet was closed, and goes on
-            self._listen()
+        self._open()
         return self._invite()
 
     def _invite(self) -> tuple[str, str]:
@@ -503,7 +518,10 @@ class Fleet:
         door = self._door
         if door is None:  # while an engine was to be brought up
             raise ReshardError("the fleet was closed")
-        return self.address, door.invite(self.timeout)
+        try:
+            return self.address, door.invite(self.timeout)
+        except OSError as error:
+            raise ReshardError(f"nobody can meet at {self.address} ({first_line(error)})") from error
 
     def _together(self, part: Callable[[], Result]) -> tuple[Result | None, str]:
         """Return what all ranks do together, or why one of them could not."""
@@ -530,8 +548,6 @@ class Fleet:
         for name in self._connected():
             self._members[name].why = "the fleet was closed"
         self._disconnect(self._connected())
-        if self._registry is not None:
-            self._registry.close()
         self._stop_listening()
 
 

@@ -8,13 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
 from reshard.comm.background import in_background
-from reshard.comm.channel import WrongSecretError
 from reshard.comm.group import RefitGroup
 from reshard.comm.ranks import error_line
 from reshard.core.errors import ReshardError
@@ -75,8 +74,7 @@ class Recovery:
         self._wake.set()
         deadline = time.monotonic() + STOP_SECONDS
         while (meeting := self._meeting) is not None and time.monotonic() < deadline:
-            with suppress(WrongSecretError):  # it has ended meanwhile
-                RefitGroup.abort(meeting.address, "the trainer sends other weights", 1.0, meeting.secret)
+            RefitGroup.abort(meeting.address, "the trainer sends other weights", 1.0, meeting.secret)
             self._thread.join(0.2)
 
     def _run(self) -> None:

@@ -3,6 +3,7 @@ refuses to serve."""
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -78,11 +79,13 @@ class Guard:
         self.version, self.writes, self.other_writes = None, self.writes + 1, self.other_writes + 1
 
     def end_readers(self) -> None:
-        """Have nobody read the weights for others from now on: they will be written, or lose their memory."""
+        """Have nobody read the weights for others from now on: they will be written, or lose their memory. Ends all
+        readers, also where one of them raises."""
         readers, self.readers = self.readers, []
-        for method in [reference() for reference in readers]:
-            if method is not None:
-                method()
+        with ExitStack() as ends:
+            for method in [reference() for reference in reversed(readers)]:
+                if method is not None:
+                    ends.callback(method)
 
     def refitted(self, version: int) -> None:
         """Serve again: a refit has brought all weights, of this version."""

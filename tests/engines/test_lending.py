@@ -1,12 +1,17 @@
 """An engine that hands on what it serves to another: the bits and the version that it has, or nothing."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from weakref import WeakMethod
 
 import pytest
 import torch
 
+from reshard.comm.door import held_door
 from reshard.core.errors import ReshardError
 from reshard.refit import RefitGroup, connect
+from reshard.refit.link import Link
 from tests.refit.test_transports import COLUMNS, OneTensor
 from tests.starting.ranks import caught, free_port
 from tests.tools.lender import Lender
@@ -36,9 +41,17 @@ class Newcomer(OneTensor):
         self.after()
 
 
-def handed_on(worker: Worker, newcomer: Newcomer, backend: str = "auto", version: int = 3) -> list[str]:
-    """What a process without weights says that brings up a newcomer, and what the newcomer says."""
-    address = f"127.0.0.1:{free_port()}"
+def handed_on(
+    worker: Worker,
+    newcomer: Newcomer,
+    backend: str = "auto",
+    version: int = 3,
+    port: int = 0,
+    ends: bool = False,
+) -> list[str]:
+    """What a process without weights says that brings up a newcomer, and what the newcomer says; whether it `ends` the
+    meeting."""
+    address = f"127.0.0.1:{port or free_port()}"
     worker.reshard_lend(address, 1, 3, version, timeout=20.0, backend=backend)
 
     def refitted(group: RefitGroup, rank: int) -> None:
@@ -51,7 +64,7 @@ def handed_on(worker: Worker, newcomer: Newcomer, backend: str = "auto", version
     def member(rank: int) -> str:
         group = RefitGroup.join(address, rank, 3, timeout=20)
         said = caught(lambda: refitted(group, rank))
-        if rank:
+        if rank or ends:
             group.close()
         return said
 
@@ -80,6 +93,46 @@ def test_one_that_is_about_to_be_written_ends_it_first_and_the_newcomer_refuses(
     for said in handed_on(worker, newcomer, backend):
         assert "the engine that hands on its weights is about to get others" in said
     assert not newcomer.ready and newcomer.version is None and not worker._reshard_lending._thread.is_alive()
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["a fleet's port", "a port of its own"])
+def test_a_write_after_the_meeting_is_over_waits_for_the_reader_alone(held, monkeypatch):
+    """As right after the newcomer has all, while the engine that has handed on still closes its link."""
+
+    def connected(*arguments: Any) -> Link:
+        link = connect(*arguments)
+        close = link.close
+        monkeypatch.setattr(link, "close", lambda: (time.sleep(1.5), close()))
+        return link
+
+    monkeypatch.setattr("reshard.engines.workers.lending.connect", connected)
+    worker, port = Worker(), free_port()
+    door = held_door("127.0.0.1", port) if held else None
+    assert handed_on(worker, Newcomer(ROWS), "staged", port=port, ends=True) == ["no error", "no error"]
+    thread = worker._reshard_lending._thread
+    assert thread.is_alive()
+    began = time.monotonic()
+    worker.engine.guard.invalidate("half of a model")
+    assert not thread.is_alive() and time.monotonic() - began < 5
+    if door is not None:
+        door.release()
+
+
+def test_a_reader_that_cannot_be_ended_keeps_no_other_from_being_ended():
+    class Reader:
+        error, ended = None, False
+
+        def end(self) -> None:
+            self.ended = True
+            if self.error is not None:
+                raise self.error
+
+    readers, guard = [Reader() for _ in range(3)], Worker().engine.guard
+    readers[0].error = ReshardError("it goes on")
+    guard.readers += [WeakMethod(reader.end) for reader in readers]
+    with pytest.raises(ReshardError, match="it goes on"):
+        guard.invalidate("half of a model")
+    assert all(reader.ended for reader in readers)
 
 
 def test_a_write_that_did_not_end_it_is_found_by_the_count_of_writes():

@@ -8,6 +8,7 @@ for kernels, go as they are to an engine that serves them alike (`reshard.refit.
 """
 
 import logging
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from threading import Lock, Thread
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 LAST_VERSION = (1 << 63) - 1
 END_SECONDS = 10.0  # that a write waits for the end of a handing on that it has stopped
+LEAST_SECONDS = 0.1  # of the first try to stop one; each further one takes twice as long
 log = logging.getLogger("reshard")
 
 
@@ -139,11 +141,16 @@ class Lending:
             self._stopped = True
         if not self._met or not self._thread.is_alive():
             return  # it has read nothing, and will not, or has ended
-        RefitGroup.abort(
-            self.address, f"the {self.lent.served.guard.engine} that hands on its weights is about to get others",
-            END_SECONDS, self.options.secret,
-        )  # fmt: skip
-        self._thread.join(END_SECONDS)
+        reason = f"the {self.lent.served.guard.engine} that hands on its weights is about to get others"
+        deadline, seconds = time.monotonic() + END_SECONDS, LEAST_SECONDS
+        try:
+            # The meeting may be over, and its port closed: then the thread ends by itself, which is waited for alone.
+            while self._thread.is_alive() and time.monotonic() < deadline:
+                RefitGroup.abort(self.address, reason, seconds, self.options.secret)
+                self._thread.join(seconds)
+                seconds *= 2
+        finally:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class LendingMethods:
