@@ -157,18 +157,23 @@ class Recovery:
         finally:
             self._meeting = None  # a send that waits for this goes on
 
+    def _check_goes_on(self) -> None:
+        """Raise ReshardError once this is to end."""
+        if self._stopped:
+            raise ReshardError("the trainer sends other weights")
+
     def _refit(self, meeting: Meeting, member: Member, peer: Member) -> None:
         version, timeout = self.how.version, meeting.timeout
         lend = meeting.arguments(1) | {"name": peer.name, "lends": version}
         take = meeting.arguments(1 + peer.workers) | {"name": member.name}
         calls = [(peer, lambda: peer.client.init_weight_transfer_engine(lend))]
         calls += [(member, lambda: member.client.init_weight_transfer_engine(take))]
-        connecting = Calls({f"engine {who.name}": in_background(call) for who, call in calls})
         with ExitStack() as ends:
+            self._check_goes_on()  # to have an engine pause may take long
             group = meeting.join(0)
             ends.callback(group.close)
-            if self._stopped:
-                raise ReshardError("the trainer sends other weights")
+            connecting = Calls({f"engine {who.name}": in_background(call) for who, call in calls})
+            self._check_goes_on()
             # There is one refit: what is kept for the next, as with deltas, would be an engine's memory for nothing.
             options = {name: value for name, value in self.how.options.items() if name in OPTIONS}
             link = connecting.alongside(group, lambda: connect(group, None, None, ConnectOptions(**options)))
@@ -181,6 +186,5 @@ class Recovery:
 
             name = f"engine {member.name}"
             Calls({name: in_background(update)}).alongside(group, lambda: link.refit(version, verify=True))
-            if self._stopped:
-                raise ReshardError("the trainer sends other weights")
+            self._check_goes_on()
             Calls({name: in_background(lambda: finish(member.client, str(version)))}).wait_all(timeout)
