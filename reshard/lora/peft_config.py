@@ -54,7 +54,7 @@ def scales_of(
     config: Mapping[str, Any], ranks: Mapping[str, int], where: object, names: Mapping[str, str]
 ) -> dict[str, Scale]:
     """Return the scale of each weight, whose ranks the files have, as PEFT takes it from its config:
-    by the weight's own name, or the one in `names`.
+    by the weight's own name, or the one in `names`, where its module has another in memory.
 
     Raises ReshardError if the config has another rank.
     """
@@ -89,11 +89,13 @@ def written_config(
     linear_weights: Iterable[str],
     base: str | None,
     parameters: Mapping[str, Scale] = MappingProxyType({}),
+    in_memory: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the config of an adapter with these scales, by weight, of a model with these
-    `linear_weights` that is called `base`; those of whole `parameters` by their names. Raises
-    ReshardError where some are rsLoRA's and some not."""
-    by_name = {module_of(weight): scale for weight, scale in scales.items()} | dict(parameters)
+    `linear_weights` that is called `base`; those of whole `parameters` by their names. Modules have the names that they
+    have `in_memory`. Raises ReshardError where some are rsLoRA's and some not."""
+    modules = {weight: in_memory.get(module_of(weight), module_of(weight)) for weight in scales}
+    by_name = {modules[weight]: scale for weight, scale in scales.items()} | dict(parameters)
     kinds = {scale.rslora for scale in by_name.values()}
     if len(kinds) > 1:
         raise ReshardError(
@@ -101,7 +103,7 @@ def written_config(
         )
     rank = int(most_common(scale.rank for scale in by_name.values()))
     alpha = most_common(scale.alpha for scale in by_name.values())
-    modules = map(module_of, scales)
+    linear = {module_of(weight) for weight in linear_weights}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -116,7 +118,7 @@ def written_config(
         "use_dora": False,
         "use_rslora": kinds.pop(),
         "modules_to_save": None,
-        "target_modules": target_modules(modules, {module_of(weight) for weight in linear_weights}),
+        "target_modules": target_modules(modules.values(), linear),
         "rank_pattern": {name: scale.rank for name, scale in by_name.items() if scale.rank != rank},
         "alpha_pattern": {
             name: _shortest(scale.alpha) for name, scale in by_name.items() if scale.alpha != alpha

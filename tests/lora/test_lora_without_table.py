@@ -5,10 +5,12 @@ import json
 
 import pytest
 import torch
+import transformers
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from reshard import ReshardError, diff, digest, lora_merge, lora_to_megatron
+from reshard import ReshardError, diff, digest, lora_merge, lora_to_megatron, lora_to_peft
 from tests.on_cpu.refit_lora_without_table_on_cpu import adapted
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.model_classes import make
@@ -91,22 +93,52 @@ def merged_by_hand(peft, directory):
     return load_file(directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "GraniteMoeForCausalLM"])
-def test_a_merge_is_the_exact_sum_in_the_layers_that_peft_adapts(name, tmp_path):
+# A scale and a rank by the names that modules have in memory, which PEFT matches.
+Q_PROJ = "model.language_model.layers.0.self_attn.q_proj"
+BY_NAMES = {"alpha_pattern": {Q_PROJ: 60}, "rank_pattern": {Q_PROJ: 8}}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Gemma3ForConditionalGeneration", BY_NAMES),
+        ("Qwen2_5_VLForConditionalGeneration", BY_NAMES),
+        ("GraniteMoeForCausalLM", {}),
+    ],
+)
+def test_a_merge_is_the_exact_sum_in_the_layers_that_peft_adapts(name, settings, tmp_path):
     """Bit for bit, but for elements that lie within float32's own rounding of a half of bf16's step."""
     base, adapter = make(tmp_path / "base", name), tmp_path / "adapter"
-    adapted(str(base), 1).save_pretrained(adapter)
+    adapted(str(base), 1, **settings).save_pretrained(adapter)
     lora_merge(base, adapter, tmp_path / "merged")
     ours = load_file(tmp_path / "merged" / "model.safetensors")
-    theirs = merged_by_hand(adapted(str(base), 1), tmp_path / "by hand")
-    other = merged_by_hand(adapted(str(base), 2), tmp_path / "control")
+    theirs = merged_by_hand(adapted(str(base), 1, **settings), tmp_path / "by hand")
+    other = merged_by_hand(adapted(str(base), 2, **settings), tmp_path / "control")
     assert ours.keys() == theirs.keys()
     assert sum(int((ours[key] != theirs[key]).sum()) for key in theirs) <= 2
     plain = load_file(base / "model.safetensors")
     changed = [key for key in theirs if not torch.equal(theirs[key], plain[key])]
-    assert len(changed) == (14 if name.startswith("Gemma3") else 8)
+    assert len(changed) == (8 if name.startswith("Granite") else 14)
     assert all((ours[key] != other[key]).float().mean() > 0.1 for key in changed)
     assert not diff(base, tmp_path / "merged").equal and digest(base).text != digest(tmp_path / "merged").text
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+def test_peft_loads_what_comes_back_from_megatron_into_the_modules_that_it_was_of(name, tmp_path):
+    base = make(tmp_path / "base", name)
+    ours = adapted(str(base), 1)
+    ours.save_pretrained(tmp_path / "adapter")
+    lora_to_megatron(tmp_path / "adapter", tmp_path / "megatron", hf_config=base)
+    lora_to_peft(tmp_path / "megatron", tmp_path / "back", hf_config=base)
+    model = getattr(transformers, name).from_pretrained(base, dtype=torch.bfloat16)
+    loaded = PeftModel.from_pretrained(model, tmp_path / "back")
+
+    def adapters(peft: PeftModel) -> dict[str, torch.Tensor]:
+        return {name: parameter for name, parameter in peft.named_parameters() if ".lora_" in name}
+
+    expected, read = adapters(ours), adapters(loaded)
+    assert read.keys() == expected.keys() and all(parameter.any() for parameter in expected.values())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in read.items())
 
 
 def test_what_a_merge_cannot_add_is_refused_and_nothing_is_made(tmp_path):

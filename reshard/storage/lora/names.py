@@ -17,6 +17,22 @@ from reshard.storage.sources.spellings import PREFIXES, WRAPPER_PREFIX, WRAPPERS
 _MATRIX = re.compile(r"(?P<module>.+)\.(?P<matrix>lora_[AB])\.(?:[^.]+\.)?weight")
 
 
+def module_in_file(name: str) -> str:
+    """Return the name that the module of a matrix has in a file, which is the one that its program knows it by; empty
+    for what is no matrix."""
+    match = _MATRIX.fullmatch(name)
+    return "" if match is None else _module(match)[0]
+
+
+def _module(match: re.Match[str]) -> tuple[str, bool]:
+    """Return the module that a name of a matrix tells, and whether it lies below another adapter."""
+    module = match["module"]
+    for wrapper in WRAPPERS:
+        module = module.replace(wrapper, "")
+    module = module.removeprefix(WRAPPER_PREFIX).removeprefix(PEFT_PREFIX)
+    return module.removesuffix(".base_layer"), module.endswith(".base_layer")
+
+
 def peft_names(
     names: Collection[str], base: ModelParameters, model: Model, experts: Iterable[ExpertsParameter]
 ) -> dict[str, str]:
@@ -37,11 +53,7 @@ def peft_names(
         match = _MATRIX.fullmatch(name)
         if match is None:
             return name
-        module = match["module"]
-        for wrapper in WRAPPERS:
-            module = module.replace(wrapper, "")
-        module = module.removeprefix(WRAPPER_PREFIX).removeprefix(PEFT_PREFIX)
-        module, below = module.removesuffix(".base_layer"), module.endswith(".base_layer")
+        module, below = _module(match)
         spellings = (module, *(f"{first}.{module.removeprefix(p)}" for p in PREFIXES if module.startswith(p)))
         for spelling in spellings:
             for each in (spelling, in_memory.get(spelling, "")):

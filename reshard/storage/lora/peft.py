@@ -28,7 +28,7 @@ from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo, strips_of_view
-from reshard.storage.lora.names import peft_names
+from reshard.storage.lora.names import module_in_file, peft_names
 from reshard.storage.lora.source import AdapterSource
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
@@ -79,12 +79,17 @@ class PeftSource(AdapterSource):
             {n: i.shape for n, i in self.tensors.items()}, [], {}, frozenset(), frozenset(), frozenset()
         )
         ranks = {name: rank for adapter in self.adapters for name, rank in adapter.ranks.items()}
-        self.scales = scales_of(self.config, ranks, path / CONFIG, self.scale_names)
+        of_modules = {
+            name: f"{module}.weight" for name in ranks if (module := self._in_file.get(module_of(name)))
+        }
+        self.scales = scales_of(self.config, ranks, path / CONFIG, of_modules | self.scale_names)
 
     def _as_peft_names(self, stored: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
         """Return the tensors of the file under PEFT's names, and note those that had others."""
         experts = [experts_parameter(layer, self.model) for layer in self._layers() if layer.of_experts]
         names = peft_names(stored, self.base, self.model, experts)
+        # Patterns of the config are of the names that whoever wrote it knows.
+        self._in_file = {module_in_file(named): module_in_file(name) for name, named in names.items()}
         others = sorted(name for name, named in names.items() if name != named)
         if others:
             self.notices.append(
