@@ -30,13 +30,16 @@ class Arrangement:
 
     `rank` says which part of the model it holds, the same for the same part. `facts` are what else has to be the same,
     by layer or setting, such as the kernels and what these keep beside tensors. `tensors` are the dtype, the shape and
-    the strides of each, by name. `optional` are the published names of `Engine.optional` that it has taken.
+    the strides of each that is copied, by name. `optional` are the published names of `Engine.optional` that it has
+    taken. `views` are the dtype, the shape and the strides of each tensor that lies within another, by name, and then
+    at which byte of which one.
     """
 
     rank: str
     facts: dict[str, str]
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     optional: list[str] = field(default_factory=list)
+    views: dict[str, list[Any]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return what `arrangements_in` reads."""
@@ -44,7 +47,7 @@ class Arrangement:
 
     def difference(self, other: "Arrangement") -> str:
         """Return the first thing in which another one differs, with both values; empty if it is the same."""
-        for kind in ("facts", "tensors"):
+        for kind in ("facts", "tensors", "views"):
             own, theirs = getattr(self, kind), getattr(other, kind)
             for name in [*own, *(name for name in theirs if name not in own)]:
                 if own.get(name) != theirs.get(name):
@@ -53,10 +56,14 @@ class Arrangement:
 
 
 def _said(value: Any) -> str:
-    """Return a fact, or the dtype, shape and strides of a tensor, for an error."""
+    """Return a fact, or the dtype, shape, strides and place of a tensor, for an error."""
     if value is None:
         return "nothing"
-    return value if isinstance(value, str) else "{} {} with strides {}".format(*value)
+    if isinstance(value, str):
+        return value
+    dtype, shape, strides, *place = value
+    within = f" at byte {place[0]} of {place[1]}" if place else ""
+    return f"{dtype} {shape} with strides {strides}{within}"
 
 
 @runtime_checkable
@@ -120,23 +127,52 @@ def described(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
 
 
-def without_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
-    """Return the memory of tensors that have any, by name; one name for what several views are of."""
+class Span(NamedTuple):
+    """The memory of a tensor, from its first byte to the one behind its last."""
+
+    start: int
+    end: int
+    name: str
+    rows: Rows
+
+
+def _spans(tensors: Mapping[str, torch.Tensor]) -> list[Span]:
+    """Return the memory of tensors that have any, by where it begins; of what begins together first the largest, then
+    what has no gaps, then in their order."""
     spans = []
-    for place, (name, tensor) in enumerate(tensors.items()):
+    for name, tensor in tensors.items():
         if tensor.numel():
             rows = rows_of(name, tensor)
-            start, length = tensor.data_ptr(), (rows.rows - 1) * rows.pitch + rows.width
-            spans.append((start, -length, rows.rows, place, name, rows))
+            start = tensor.data_ptr()
+            spans.append(Span(start, start + (rows.rows - 1) * rows.pitch + rows.width, name, rows))
+    return sorted(spans, key=lambda span: (span.start, -span.end, span.rows.rows))
+
+
+def without_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
+    """Return the memory of tensors that have any, by name; one name for what several views are of."""
     kept: dict[str, Rows] = {}
     end = 0  # of what is kept without gaps
-    for start, negative, _, _, name, rows in sorted(spans, key=lambda span: span[:4]):
-        if start - negative <= end:
+    for span in _spans(tensors):
+        if span.end <= end:
             continue
-        kept[name] = rows
-        if rows.rows == 1:
-            end = max(end, start - negative)
+        kept[span.name] = span.rows
+        if span.rows.rows == 1:
+            end = max(end, span.end)
     return {name: kept[name] for name in tensors if name in kept}
+
+
+def views_in(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Return the tensors that lie within what others span, or begin there, by name: what `described` returns, and then
+    at which byte of which tensor. That is the first of those whose memory overlaps."""
+    views: dict[str, list[Any]] = {}
+    first, end = Span(0, 0, "", Rows(0, 0, 0)), 0
+    for span in _spans(tensors):
+        if span.start < end:
+            views[span.name] = [*described(tensors[span.name]), span.start - first.start, first.name]
+        else:
+            first = span
+        end = max(end, span.end)
+    return {name: views[name] for name in tensors if name in views}
 
 
 class Twin(Engine):
@@ -158,9 +194,9 @@ class Twin(Engine):
         self.arrangement = Arrangement(
             arrangement.rank,
             arrangement.facts,
-            # One that is a view of another is to be one there, too.
             {name: described(tensors[name]) for name in memory},
             sorted(engine.optional & held),
+            views_in(tensors),
         )
         self._memory = memory
         shapes = {self._canonical(name): (rows.rows, rows.width) for name, rows in memory.items()}
@@ -198,7 +234,7 @@ class Twin(Engine):
         self.engine.refresh_regions()
         tensors = self._twin.arranged_tensors()
         if {name: tensor.data_ptr() for name, tensor in tensors.items()} != self._addresses:
-            if without_views(tensors) != self._memory:
+            if without_views(tensors) != self._memory or views_in(tensors) != self.arrangement.views:
                 raise ReshardError(
                     f"this {self.guard.engine} keeps its weights in other tensors than at connect: connect again"
                 )
@@ -311,5 +347,9 @@ def arrangements_in(payload: bytes, who: str) -> Iterator[Arrangement]:
             str(name): [str(dtype), [*map(int, shape)], [*map(int, strides)]]
             for name, (dtype, shape, strides) in told["tensors"].items()
         }
-        arrangement = Arrangement(str(told["rank"]), facts, tensors, [*map(str, told["optional"])])
+        views = {
+            str(name): [str(dtype), [*map(int, shape)], [*map(int, strides)], int(at), str(owner)]
+            for name, (dtype, shape, strides, at, owner) in told["views"].items()
+        }
+        arrangement = Arrangement(str(told["rank"]), facts, tensors, [*map(str, told["optional"])], views)
     yield arrangement

@@ -225,6 +225,30 @@ def test_each_transport_brings_every_byte_also_of_weights_that_have_moved(
         assert {name: size for name, size in report.received_bytes.items() if size} == expected
 
 
+@pytest.mark.parametrize("backend", ["auto", "staged", "nixl"])
+def test_members_of_one_name_are_told_apart(backend):
+    """As the ranks of a pod may be named, in what each sends and in what it says beside its weights."""
+    address, rows, heard = f"127.0.0.1:{free_port()}", 7 * (TILE_BYTES // 16), []
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 3, timeout=60)
+        source, destination = (OneShard(rank, rows), None) if rank < 2 else (None, OneTensor(2 * rows))
+        if source is not None:
+            source.facts = lambda: f"of rank {rank}".encode()
+        else:
+            destination.take_facts = heard.append
+        name = "pod 7" if source is not None else None
+        link = connect(members, source, destination, backend=backend, bucket_bytes=4 * TILE_BYTES, name=name)
+        link.refit()
+        link.close()
+        return (source or destination).weight
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, served = pool.map(member, range(3))
+    assert torch.equal(served, torch.cat([first, second]))
+    assert heard == [{"pod 7 (rank 0)": b"of rank 0", "pod 7 (rank 1)": b"of rank 1"}]
+
+
 @pytest.mark.parametrize("backend", ["staged", "nixl"])
 def test_a_slot_is_packed_anew_once_its_reader_has_taken_it(backend, monkeypatch):
     """Of a reader that is late in each of seven rounds, through two slots."""

@@ -115,6 +115,21 @@ def apart(engine: Arranged) -> None:
     engine.arranged_tensors = lambda: tensors() | {"a view": rows}
 
 
+def elsewhere(engine: Arranged) -> None:
+    tensors = engine.arranged_tensors
+    engine.arranged_tensors = lambda: tensors() | {"a view": engine.weight[5:7]}
+
+
+def one_more_view(engine: Arranged) -> None:
+    tensors = engine.arranged_tensors
+    engine.arranged_tensors = lambda: tensors() | {"another view": engine.weight[9:11].T}
+
+
+def in_a_gap(engine: Arranged) -> None:
+    codes = engine.own["padded"]
+    engine.own["flags"] = codes.as_strided((5,), (1,), codes.storage_offset() + 48 + 33).view(torch.bool)
+
+
 DIFFERENT = [
     ({"kernel": "Cutlass"}, None, "kernel is Cutlass here, and Marlin there"),
     ({"input_scale": "0.5"}, None, "input_scale is 0.5 here, and nothing there"),
@@ -127,7 +142,11 @@ DIFFERENT = [
     ({}, other_dtype, "codes is int8 [3, 40, 33]"),
     ({}, more, "more is float32 [3] with strides [1] here, and nothing there"),
     ({}, apart, "a view is bfloat16 [2, 8] with strides [8, 1] here, and nothing there"),
-]
+    ({}, elsewhere, "a view is bfloat16 [2, 8] with strides [8, 1] at byte 80 of weight here, and bfloat16 [2, 8] with "
+     "strides [8, 1] at byte 48 of weight there"),
+    ({}, one_more_view, "another view is bfloat16 [8, 2] with strides [1, 8] at byte 144 of weight here, and nothing"),
+    ({}, in_a_gap, "flags is bool [5] with strides [1] at byte 81 of padded here, and nothing there"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options, change, sentence", DIFFERENT)
@@ -174,7 +193,7 @@ def test_tensors_that_moved_are_followed():
     addresses = {name: region.address for name, region in twin.regions.items()}
     assert addresses["turned"] == engine.own["turned"].data_ptr()
     assert addresses["codes"] == engine.own["codes"].data_ptr()
-    for change in (apart, lambda engine: engine.own.pop("codes")):
+    for change in (apart, elsewhere, lambda engine: engine.own.pop("codes")):
         engine = Arranged()
         twin = Twin(engine)
         change(engine)
@@ -205,7 +224,9 @@ def test_what_several_names_are_of_is_copied_once():
 def test_facts_that_are_no_arrangement_are_none_and_broken_ones_are_refused():
     from reshard.refit.protocol.encoding import pack_json
 
-    arrangement = Arrangement(PLACE, {"kernel": "Marlin"}, {"a": ["uint8", [1, 2], [2, 1]]}, ["model.visual"])
+    tensor = ["uint8", [1, 2], [2, 1]]
+    views = {"b": [*tensor, 3, "a"]}
+    arrangement = Arrangement(PLACE, {"kernel": "Marlin"}, {"a": tensor}, ["model.visual"], views)
     assert [*arrangements_in(arrangement.encode(), "one")] == [arrangement]
     assert [*arrangements_in(pack_json({"drafter": {}}), "one")] == []
     for broken in ({"rank": PLACE}, [], 7, {"rank": 1, "facts": {}, "tensors": {"a": 3}, "optional": []}):

@@ -59,18 +59,18 @@ class SharedSlab:
 
 
 class Views:
-    """Other processes' slabs, mapped here, one of each; closed together."""
+    """Other processes' slabs, mapped here, one of each member; closed together."""
 
     def __init__(self, device: torch.device) -> None:
         self.mapped_gpu, self.files = MappedMemory(device), dict[str, mmap.mmap]()
-        self.mapped: dict[str, tuple[int, str]] = {}
+        self.mapped: dict[int, tuple[int, str]] = {}  # by rank
 
-    def address(self, number: int, handle: str, size: int, whose: str) -> int:
-        """Return where a slab of so many bytes is mapped here, in place of an earlier one. Raises
-        ReshardError where that cannot be."""
-        if self.mapped.get(whose) != (number, handle):
-            self._unmap(whose)
-        self.mapped[whose] = number, handle
+    def address(self, rank: int, number: int, handle: str, size: int, whose: str) -> int:
+        """Return where a rank's slab of so many bytes is mapped here, in place of an earlier one. Raises
+        ReshardError where that cannot be, with `whose` it is: names of members need not differ."""
+        if self.mapped.get(rank) != (number, handle):
+            self._unmap(rank)
+        self.mapped[rank] = number, handle
         if not handle.startswith("/proc/"):
             try:
                 with rewrite_message(HINT):
@@ -83,8 +83,8 @@ class Views:
             raise ReshardError(f"the slab of {whose} has {len(self.files[handle]):,} bytes, and not {size:,}")
         return _address(self.files[handle])
 
-    def _unmap(self, whose: str) -> None:
-        _, handle = self.mapped.pop(whose, (0, ""))
+    def _unmap(self, rank: int) -> None:
+        _, handle = self.mapped.pop(rank, (0, ""))
         self.files.pop(handle, None)
         self.mapped_gpu.close(but={other for _, other in self.mapped.values()})
 
@@ -182,8 +182,9 @@ class Staged(SlotTransport):
         return is_slab_of(handle, self.context.peers[peer].pid, self.device)
 
     def open_slots(self, line: Line, slab: SlabLocation, start: int, own: int | None) -> int:
-        who = self.group.names[self.owners[line].rank]
-        address = self.views.address(slab.number, slab.handle, slab.size(SLOTS), who) + start
+        owner = self.owners[line].rank
+        who = self.group.names[owner]
+        address = self.views.address(owner, slab.number, slab.handle, slab.size(SLOTS), who) + start
         if own is None:
             return address
         if self.passing.get(line, ())[:2] != (address, own):
