@@ -35,6 +35,18 @@ def test_what_a_vllm_lacks_is_named_with_its_version_and_the_tested_ones():
         raise ValueError("something else")
 
 
+def test_variables_that_choose_kernels_are_known_by_the_values_that_vllm_takes(monkeypatch):
+    before = compat.set_for_kernels()
+    assert (before["VLLM_MARLIN_INPUT_DTYPE"], before["VLLM_USE_DEEP_GEMM"]) == ("None", "True")
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")  # as it is without it
+    monkeypatch.setenv("VLLM_FLASHINFER_ALLREDUCE_BACKEND", "trtllm")  # no form of weights
+    assert compat.set_for_kernels() == before
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    changed = {"VLLM_MARLIN_INPUT_DTYPE": "'fp8'", "VLLM_USE_DEEP_GEMM": "False"}
+    assert compat.set_for_kernels() == before | changed
+
+
 def test_what_a_megatron_lacks_is_named_with_its_version_and_the_tested_ones():
     outcome = str(megatron.unknown("keeps its things elsewhere"))
     assert outcome.startswith("this megatron-core 0.") and outcome.endswith(

@@ -1,9 +1,12 @@
 """An engine that serves quantized weights hands them on as they are, to one that serves them alike: the newcomer then
 holds the same bits, wherever vLLM keeps them."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests import install_sglang_cpu
 from tests.engines.test_nvfp4_engine import config_of as in_nvfp4
@@ -24,13 +27,14 @@ def compressed(kind: str, strategy: str, **options) -> dict:
 
 
 ONLINE = {"quantization": "fp8_per_block"}
+EXPERTS_IN_BF16 = config_of("float", "channel", ignore=["lm_head", "re:.*experts.*"])
 ARRANGED = {**ONLINE, "moe_backend": "flashinfer_trtllm"}
 # The model, how it is served, on how many ranks, and how others are served that get nothing, with what is said of each.
 CASES = {
     "fp8 in blocks": (
         "served-moe-halves", {**ONLINE, "tp": 2}, 2,
         {"by tensor": ({"quantization": "fp8"}, "by PerTensorTorchFP8ScaledMMLinearKernel here, and "),
-         "in bf16": ({"quantization": None}, " is nothing here, and ")},
+         "in bf16": ({"quantization": None}, " is UnquantizedLinearMethod here, and Fp8")},
     ),
     "fp8 in packed blocks": (
         "served-moe-halves", {**ONLINE, "linear_backend": "deep_gemm", "moe_backend": "deep_gemm"}, 1, {},
@@ -44,6 +48,18 @@ CASES = {
     "int4 by Marlin": (
         "llama-bias", compressed("int4", "group 16"), 1,
         {"in larger groups": (compressed("int4", "group 32"), ".group_size is 32 here, and 16 there")},
+    ),
+    "int4 by channel, by Marlin": (
+        "llama-bias", compressed("int4", "channel"), 1,
+        {"for int8 inputs": (
+            compressed("int4", "channel", environment={"VLLM_MARLIN_INPUT_DTYPE": "int8"}),
+            ".config.act_type is torch.int8 here, and torch.bfloat16 there",
+        )},
+    ),
+    "experts in bf16, with gate and up exchanged": (
+        "served-moe-halves",
+        {"hf_overrides": {"quantization_config": EXPERTS_IN_BF16}, "moe_backend": "flashinfer_cutlass"}, 1,
+        {"not exchanged": ({"moe_backend": "triton"}, "experts is UnquantizedFusedMoEMethod by TRITON here, and Unqu")},
     ),
     "nvfp4 by Marlin": ("qwen3-moe", {"hf_overrides": {"quantization_config": in_nvfp4()}}, 1, {}),
     "mxfp8": (
@@ -91,18 +107,43 @@ def test_a_newcomer_gets_every_bit_of_an_engine_and_is_refitted_after_that(case,
         check(said, {name: expected for name, (_, expected) in others.items()})
 
 
-def test_scales_of_inputs_that_came_with_another_checkpoint_are_another_form(converted, tmp_path):
+def with_cache_scales(folder: str, scale: float) -> str:
+    """Add scales of an fp8 cache to a checkpoint of compressed-tensors."""
+    file, config = (Path(folder) / name for name in ("model.safetensors", "config.json"))
+    tensors, fields = load_file(file), json.loads(config.read_text())
+    for layer in {name.partition(".self_attn.")[0] for name in tensors if ".self_attn." in name}:
+        tensors |= {f"{layer}.self_attn.{one}_proj.{one}_scale": torch.tensor([scale]) for one in "kv"}
+    save_file(tensors, file, {"format": "pt"})
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    fields["quantization_config"]["kv_cache_scheme"] = cache
+    config.write_text(json.dumps(fields))
+    return folder
+
+
+def test_scales_of_inputs_and_of_caches_that_came_with_another_checkpoint_are_another_form(
+    converted, tmp_path
+):
     checkpoints = converted("qwen3")
     (first, _), (second, _) = checkpoints
-    made = [(second, 0), (first, 0), (second, 1)]  # weights, and the inputs' scales
+    # Weights, the inputs' scales, and the cache's.
+    made = [(second, 0, 0.5), (first, 0, 0.5), (second, 1, 0.5), (second, 0, 0.03)]
     folders = [
-        by_package(hf, tmp_path / str(n), "float", "tensor", True, seed) for n, (hf, seed) in enumerate(made)
+        with_cache_scales(by_package(hf, tmp_path / str(n), "float", "tensor", True, seed), scale)
+        for n, (hf, seed, scale) in enumerate(made)
     ]
     (tmp_path / "run").mkdir()
-    others = {"another": {"directory": folders[2], "load_format": "safetensors"}}
-    given = arguments(checkpoints, {"hf_overrides": {}}, 1, folders[:2], others, tmp_path / "run")
+    said_to = {
+        "inputs": "the scales of the input of model.layers.0.",
+        "caches": "the scales of the cache of model.layers.0.self_attn.attn is ",
+    }
+    others = {
+        name: {"directory": folder, "load_format": "safetensors"}
+        for name, folder in zip(said_to, folders[2:], strict=True)
+    }
+    engine = {"hf_overrides": {}, "kv_cache_dtype": "fp8"}
+    given = arguments(checkpoints, engine, 1, folders[:2], others, tmp_path / "run")
     [said] = run_on_ranks(1, "brought_up", *given, module="refit_twins_on_cpu")
-    check(said, {"another": "the scales of the input of model.layers.0."}, "serves weights of no version")
+    check(said, said_to, "serves weights of no version")
 
 
 @pytest.mark.parametrize("variant", ["served-moe-blocks", "served-mla-blocks"])
@@ -113,11 +154,15 @@ def test_a_newcomer_of_sglang_gets_every_bit_of_blocks_and_of_what_is_derived_of
     [_, other], blocks = published(checkpoints, tmp_path)
     (tmp_path / "run").mkdir()
     others = {"in bf16": {"hf_overrides": {}}}
+    said_to = {"in bf16": "is nothing here, and fp8 blocks by "}
+    if "mla" in variant:  # SGLang's class of the other has no scales of the cache
+        others["fp8"] = {"directory": other, "load_format": "auto", "kv_cache_dtype": "fp8_e4m3"}
+        said_to["fp8"] = "the scales of the cache of model.layers.0.self_attn."
     given = arguments(checkpoints, blocks, 1, [other], others, tmp_path / "run")
     [said] = run_on_ranks(
         1, "brought_up", *given, module="refit_twins_sglang_on_cpu",
         python=warm.python_of_sglang(), environment=install_sglang_cpu.environment_of_engine(),
     )  # fmt: skip
-    check(said, {"in bf16": "is nothing here, and fp8 blocks by "})
+    check(said, said_to)
     if "mla" in variant:
         assert any(name.endswith("w_kc") for name in said["got"])

@@ -45,10 +45,10 @@ def as_it_is(output, values, scale, group_shape=None) -> None:
 
 def repacked(words, *rest):
     """Words of codes ``[inputs, outputs]``, in another order, in the place of Marlin's: each one of
-    all. Before vLLM 0.33 an order of columns comes first."""
+    all, and another one for inputs `of_8_bits`. Before vLLM 0.33 an order of columns comes first."""
     inputs, outputs, bits, of_8_bits = rest[-4:]
-    assert not of_8_bits and words.shape == (inputs * bits // 32, outputs)
-    return words.T.reshape(inputs // 16, -1).flip(0).contiguous()
+    assert words.shape == (inputs * bits // 32, outputs)
+    return words.T.reshape(inputs // 16, -1).flip(1 if of_8_bits else 0).contiguous()
 
 
 TritonExperts._supports_quant_scheme = staticmethod(lambda weight_key, activation_key: True)

@@ -6,10 +6,11 @@ from hashlib import blake2b
 import torch
 
 from reshard.engines.layout import EngineRank
-from reshard.engines.placing.accounts import LEFT_ALONE, Account
+from reshard.engines.placing.accounts import LEFT_ALONE, SCALE_OF_CACHE, Account
 
 MOST_RUNS = 4  # of numbers that are told one by one
 DIGEST_BYTES = 8
+SCALE_NUMBER = "_scale_float"  # ends the names of the numbers that attention keeps beside its cache's scales
 
 
 def part_of_model(rank: EngineRank) -> str:
@@ -42,6 +43,24 @@ def written_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return those of an engine's tensors that a refit writes, or has it derive."""
     return {name: tensor for name, tensor in tensors.items() if accounts[name].what != LEFT_ALONE}
+
+
+def scales_of_cache(
+    tensors: Mapping[str, torch.Tensor],
+    accounts: Mapping[str, Account],
+    modules: Mapping[str, torch.nn.Module],
+) -> dict[str, str]:
+    """Return the scales of each attention's fp8 keys and values as facts: they came with a checkpoint, and a refit
+    leaves them alone. Engines keep them as tensors, and as numbers beside these."""
+    scales: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if accounts[name] == SCALE_OF_CACHE:
+            layer, _, key = name.rpartition(".")
+            scales.setdefault(layer, {})[key] = tensor
+    for layer, of_layer in scales.items():
+        numbers = {key: value for key, value in vars(modules[layer]).items() if key.endswith(SCALE_NUMBER)}
+        of_layer |= {key: torch.tensor(value) for key, value in numbers.items() if value is not None}
+    return {f"the scales of the cache of {layer}": digest_of(of_layer) for layer, of_layer in scales.items()}
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -30,7 +30,7 @@ from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower, find_tower
-from reshard.engines.placing.twins import part_of_model, written_tensors
+from reshard.engines.placing.twins import part_of_model, scales_of_cache, written_tensors
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.weights.blocks import layers_in_blocks
@@ -274,9 +274,13 @@ class SglangModel(LiveEngine):
         """Save what a checkpoint has brought that SGLang has loaded since."""
         self._save_left(anew=True)
 
+    def _scales_cache(self) -> bool:
+        """Tell whether the cache holds keys and values divided by scales."""
+        return str(self.arguments.kv_cache_dtype).startswith("fp8")
+
     def _check_left_alone(self) -> None:
         """Raise ReshardError if what a refit leaves alone is neither whole nor restored by it."""
-        unused = [IDLE] if str(self.arguments.kv_cache_dtype).startswith("fp8") else [IDLE, SCALE_OF_CACHE]
+        unused = [IDLE] if self._scales_cache() else [IDLE, SCALE_OF_CACHE]
         self._left.check(
             (name for name in self._left_alone() if self.accounts[name] not in unused),
             self._declared is None,
@@ -321,6 +325,8 @@ class SglangModel(LiveEngine):
             )
         facts = {"the engine": f"{self.engine} {compat.installed_version()}", "dtype": str(self.dtype)}
         facts |= {layer: f"fp8 blocks by {blocks.kernel}" for layer, blocks in self.blocks.items()}
+        if self._scales_cache():
+            facts |= scales_of_cache(self.tensors, self.accounts, dict(self.module.named_modules()))
         return Arrangement(part_of_model(self.rank), facts | self.derived.numbers())
 
     def arranged_tensors(self) -> dict[str, torch.Tensor]:

@@ -31,6 +31,27 @@ def installed_version() -> str:
     return _TESTED.installed
 
 
+# What the names of environment variables contain that choose kernels, or how these keep weights; and of those that
+# choose something else.
+OF_KERNELS = (
+    "MARLIN", "HUMMING", "DEEP_GEMM", "FLASHINFER", "MOE", "FP8", "FP4", "MXFP", "INT4", "QUANT"
+)  # fmt: skip
+OF_OTHERS = (
+    "ATTN", "ATOMIC", "AUTOTUNE", "CUBIN", "DISPATCH", "MAX_TOKENS", "REDUCE", "ROUTING", "SAMPLER", "TOPK",
+    "WARMUP", "WORKSPACE",
+)  # fmt: skip
+
+
+def set_for_kernels() -> dict[str, str]:
+    """Return the values of vLLM's environment variables that choose kernels, or how these keep weights, by name."""
+    with known("has its environment variables elsewhere"):
+        from vllm import envs
+
+        names = [name for name in dir(envs) if name.startswith("VLLM_")]
+    chosen = [name for name in names if any(word in name for word in OF_KERNELS)]
+    return {name: repr(getattr(envs, name)) for name in chosen if not any(word in name for word in OF_OTHERS)}
+
+
 def in_config(config: Any) -> AbstractContextManager[Any]:
     """Return a context in which this is vLLM's current ``VllmConfig``."""
     with known("sets its config in another way"):

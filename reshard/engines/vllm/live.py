@@ -20,7 +20,7 @@ from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower
-from reshard.engines.placing.twins import part_of_model, written_tensors
+from reshard.engines.placing.twins import part_of_model, scales_of_cache, written_tensors
 from reshard.engines.tested import version_of
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
@@ -36,6 +36,7 @@ from reshard.engines.vllm.compat import (
     keeps_buffers_of_drafters,
     never_slept,
     pipeline_parallel,
+    set_for_kernels,
 )
 from reshard.engines.vllm.guard import VllmGuard, guard_of
 from reshard.engines.vllm.layers import is_rearranged
@@ -69,7 +70,7 @@ from reshard.engines.vllm.weights.served import Served
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
 from reshard.engines.vllm.weights.tower import tower_in
-from reshard.engines.vllm.weights.twins import beside_parameters, facts_of_layers
+from reshard.engines.vllm.weights.twins import beside_parameters, facts_of_layers, methods_of_layers
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.models.towers import TAKES_TOWER
@@ -370,10 +371,13 @@ class VllmModel(LiveEngine):
         """Return the tensors that a refit leaves alone, by name."""
         return left_alone(self.tensors | self._idle_drafter, self.accounts)
 
+    def _scales_cache(self) -> bool:
+        """Tell whether the cache holds keys and values divided by scales."""
+        return str(self.vllm_config.cache_config.cache_dtype).startswith("fp8")
+
     def _check_left_alone(self) -> None:
         """Raise ReshardError if what a refit leaves alone is neither whole nor restored by it."""
-        is_scaled = str(self.vllm_config.cache_config.cache_dtype).startswith("fp8")
-        names = self._left_alone().keys() - (set() if is_scaled else self._scales_of_cache)
+        names = self._left_alone().keys() - (set() if self._scales_cache() else self._scales_of_cache)
         self._left.check(
             names,
             self.served.draft is None,
@@ -544,7 +548,12 @@ class VllmModel(LiveEngine):
             "dtype": str(self.vllm_config.model_config.dtype),
             "match_vllm_rounding": str(self.match_vllm_rounding),
         }
+        written = written_tensors(self.tensors, self.accounts)
+        layers = {layer: self._modules[layer] for layer in (name.rpartition(".")[0] for name in written)}
+        facts |= set_for_kernels() | methods_of_layers(layers)
         facts |= facts_of_layers(self._arranged_layers(), self.blocks, self.reloads.input_scales())
+        if self._scales_cache():
+            facts |= scales_of_cache(self.tensors, self.accounts, self._modules)
         return Arrangement(part_of_model(self.rank), facts)
 
     def arranged_tensors(self) -> dict[str, torch.Tensor]:

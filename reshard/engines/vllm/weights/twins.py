@@ -2,6 +2,7 @@
 handed on with these, and numbers, which have to be the same."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -10,12 +11,15 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.placing.blocks import Blocks
 from reshard.engines.placing.twins import digest_of
+from reshard.engines.vllm.layers import expert_backend, plain_method
 from reshard.engines.vllm.quantized.layers import kernel_of, method_of
 from reshard.engines.vllm.quantized.processing import HANDLE, processing_objects, scales_in
 
 # Which kernels write while they run: nothing of it is of the weights.
 SCRATCH = ("workspace",)
 CONFIG = "Config"  # ends the names of classes that hold what vLLM was started with
+# End the names of those that say for what one layer's kernel was made.
+CONFIGS_OF_KERNELS = ("LayerConfig", "FusedMoEQuantConfig")
 PLAIN = bool | int | float | str | torch.dtype | Enum
 
 
@@ -32,6 +36,18 @@ def beside_parameters(layers: Mapping[str, torch.nn.Module]) -> dict[str, torch.
     return tensors
 
 
+def methods_of_layers(layers: Mapping[str, torch.nn.Module]) -> dict[str, str]:
+    """Return by which methods and kernels layers, by name, multiply, also those that serve from plain weights: kernels
+    read these in an order of their own, which no tensor shows."""
+    facts: dict[str, str] = {}
+    for name, module in layers.items():
+        method = plain_method(getattr(module, "quant_method", None))
+        if method is not None:
+            kernel = expert_backend(method)
+            facts[name] = type(method).__name__ + (f" by {kernel}" if kernel else "")
+    return facts
+
+
 def facts_of_layers(
     layers: Mapping[str, torch.nn.Module],
     blocks: Mapping[str, Blocks],
@@ -43,8 +59,9 @@ def facts_of_layers(
     for name, module in layers.items():
         facts[name] = f"{method_of(module)} by {kernel_of(module)}"
         for owner, key, value in _attributes(name, module):
-            are_plain = isinstance(value, list | tuple) and all(isinstance(one, PLAIN) for one in value)
-            if are_plain or isinstance(value, PLAIN):
+            if type(value).__name__.endswith(CONFIGS_OF_KERNELS):
+                facts |= _facts_of_config(f"{owner}.{key}", value)
+            elif _is_plain(value):
                 facts[f"{owner}.{key}"] = repr(value)
         for key, tensor in _tensors(name, module).items():
             if tensor.device != _device(module):  # where no GPU reads it
@@ -54,6 +71,24 @@ def facts_of_layers(
     return facts | {
         f"the scales of the input of {name}": digest_of(scales) for name, scales in inputs.items()
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is a number, a text or a kind, or a list of such."""
+    are_plain = isinstance(value, list | tuple) and all(isinstance(one, PLAIN) for one in value)
+    return are_plain or isinstance(value, PLAIN)
+
+
+def _facts_of_config(name: str, config: Any) -> dict[str, str]:
+    """Return the fields of a kernel's config, and of vLLM's records in it, but for tensors."""
+    facts: dict[str, str] = {}
+    for key in (field.name for field in fields(config)) if is_dataclass(config) else ():
+        value = getattr(config, key)
+        if _is_plain(value):
+            facts[f"{name}.{key}"] = repr(value)
+        elif type(value).__module__.startswith("vllm."):
+            facts |= _facts_of_config(f"{name}.{key}", value)
+    return facts
 
 
 def _tensors(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
