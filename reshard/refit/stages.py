@@ -32,6 +32,13 @@ def check_stages(group: RefitGroup, agreed: Agreement, engine: Engine, model: Mo
         return
     ranks = ranks_of_engine(agreed.engines, taken, group.rank)
     missed = sorted({*names}.difference(*(taken[rank].names for rank in ranks)))
+    elsewhere = {name for rank in set(taken).difference(ranks) for name in taken[rank].names}
+    if missed and elsewhere.issuperset(missed):
+        raise ReshardError(
+            f"none of the {engine.pp} pipeline stages of this {engine.guard.engine} takes {listed(missed, 3)}, which "
+            f"other engines do: experts that data parallel engines share are not supported with pipeline stages where "
+            f"a model has no mapping table; start it with one of the two"
+        )
     if missed:
         raise ReshardError(
             f"none of the {engine.pp} pipeline stages of this {engine.guard.engine} takes {listed(missed, 3)}, and it "
