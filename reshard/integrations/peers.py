@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from reshard.comm.background import in_background
@@ -54,6 +54,7 @@ class Recovery:
     def __init__(self, members: Callable[[], Mapping[str, Member]], how: Bringing) -> None:
         self.members, self.how = members, how
         self._wake, self._stopped = Event(), False
+        self._lock = Lock()  # of whether it is stopped, while the first rank joins a meeting
         self._meeting: Meeting | None = None  # of those that are under way
         self._again: dict[str, float] = {}  # when to try an engine next
         self._asked: dict[str, Future[int | None]] = {}  # what engines serve, as they say
@@ -70,7 +71,8 @@ class Recovery:
 
         An engine that was to be brought up by then refuses to serve, until the send that comes brings it along.
         """
-        self._stopped = True
+        with self._lock:
+            self._stopped = True
         self._wake.set()
         deadline = time.monotonic() + STOP_SECONDS
         while (meeting := self._meeting) is not None and time.monotonic() < deadline:
@@ -169,9 +171,10 @@ class Recovery:
         calls = [(peer, lambda: peer.client.init_weight_transfer_engine(lend))]
         calls += [(member, lambda: member.client.init_weight_transfer_engine(take))]
         with ExitStack() as ends:
-            self._check_goes_on()  # to have an engine pause may take long
-            group = meeting.join(0)
-            ends.callback(group.close)
+            with self._lock:  # once it is stopped, the fleet may close its port: nobody listens there again
+                self._check_goes_on()  # to have an engine pause may take long
+                group = meeting.join(0)
+                ends.callback(group.close)
             connecting = Calls({f"engine {who.name}": in_background(call) for who, call in calls})
             self._check_goes_on()
             # There is one refit: what is kept for the next, as with deltas, would be an engine's memory for nothing.

@@ -1,17 +1,25 @@
 """Meetings and servers of one process at one port, told apart by their secrets alone."""
 
+import gc
+import itertools
 import os
+import resource
 import select
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from reshard.comm.door import held_door
+from reshard.comm.hosts import parsed
 from reshard.comm.registry import Registry, ask
 from reshard.core.errors import ReshardError
 from reshard.integrations import Fleet
@@ -166,3 +174,104 @@ def test_a_registry_that_cannot_listen_is_refused_by_its_address(address, monkey
     )
     with pytest.raises(ReshardError, match=f"no registry can serve at {address} .no such address."):
         Registry(address, SECRET, {})
+
+
+@contextmanager
+def files_left(number: int) -> Iterator[None]:
+    """Let this process open so many more files."""
+    gc.collect()  # which would close others meanwhile
+    before, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[0]), before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(number):
+            os.close(held.pop())
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize(
+    "serve",
+    [
+        lambda address: Registry(address, SECRET, {}),
+        lambda address: RefitGroup.join(address, 0, 1, 3, SECRET),
+        lambda address: Fleet(None, address, registry=True, secret=SECRET, timeout=5),
+    ],
+    ids=["registry", "meeting", "fleet"],
+)
+def test_too_many_open_files_are_said_in_a_sentence_and_leave_no_port_taken(
+    serve: Callable[[str], Any], number: int
+):
+    address = f"127.0.0.1:{free_port()}"
+    with files_left(number), pytest.raises(ReshardError, match=f"at {address} "):
+        serve(address)
+    deadline, (host, port) = time.monotonic() + 5, parsed(address)
+    while is_open(port) and time.monotonic() < deadline:  # a hub that has begun ends a moment later
+        time.sleep(0.05)
+    socket.create_server((host, port)).close()
+    serve(address).close()
+
+
+def test_an_invitation_at_a_door_that_is_closed_is_refused(door):
+    door.release()
+    with pytest.raises(ReshardError, match="nobody can meet at .*, which is closed"):
+        door.invite(20)
+
+
+def test_a_door_that_is_held_by_a_name_is_found_in_whatever_order_its_addresses_come(monkeypatch):
+    resolve, turns = (
+        socket.getaddrinfo,
+        itertools.cycle([("127.0.0.2", "127.0.0.3"), ("127.0.0.3", "127.0.0.2")]),
+    )
+
+    def turning(host: str, *arguments: Any, **keywords: Any) -> list:
+        hosts = next(turns) if host == "trainer-0" else (host,)
+        return [found for host in hosts for found in resolve(host, *arguments, **keywords)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", turning)
+    held, before = held_door("trainer-0", free_port()), listening()
+    for secret in (SECRET, OTHER):
+        members = meet(f"trainer-0:{held.place[1]}", secret)
+        of_all(members)
+        assert listening() == before
+        for member in members:
+            member.close()
+    held.release()
+
+
+def test_a_secret_that_is_refused_leaves_no_port_of_a_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = listening()
+        for _ in range(2):
+            with pytest.raises(ReshardError, match="secret is not a text of at least 16 characters"):
+                RefitGroup.of_process_group(secret="short")
+        assert listening() == before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_member_that_takes_a_registry_for_its_meeting_is_told_at_once(door):
+    address = f"127.0.0.1:{door.place[1]}"
+    registry, began = Registry(address, SECRET, {}), time.monotonic()
+    assert "the connection has ended" in caught(lambda: RefitGroup.join(address, 1, 2, 20, SECRET))
+    assert time.monotonic() - began < 5
+    said = caught(lambda: Registry(address, SECRET, {}))
+    assert "it has the same secret: give secret= another" in said
+    registry.close()
+    assert "or no registry is served there" in caught(lambda: ask(address, "describe", secret=SECRET))
+
+
+def test_a_registry_at_what_is_no_host_is_refused_in_a_sentence():
+    for call in (
+        lambda: Registry("a..b:29700", SECRET, {}),
+        lambda: ask("a..b:29700", "describe", secret=SECRET),
+    ):
+        with pytest.raises(ReshardError, match=r"registry .* at a..b:29700 .label empty or too long"):
+            call()

@@ -4,6 +4,8 @@ import multiprocessing
 import socket
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -13,6 +15,7 @@ from reshard.comm.door import Door
 from reshard.comm.http import call_route
 from reshard.comm.registry import ask
 from reshard.comm.secret import new_secret
+from reshard.core.errors import OptionError
 from reshard.integrations import Fleet, HttpClient
 from reshard.integrations.sync import Meeting
 from reshard.refit import RefitGroup
@@ -148,3 +151,76 @@ def test_a_fleet_whose_registry_cannot_be_served_gives_its_port_back(monkeypatch
     said = caught(lambda: Fleet(None, f"127.0.0.1:{port}", registry=True))
     assert "which other hosts may reach, need a secret" in said
     socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize("ended", ["closed", "failed"])
+def test_a_fleet_that_goes_on_serves_its_registry_again_at_its_port(ended, monkeypatch):
+    fleet = Fleet(None, "127.0.0.1", registry=True, secret=SECRET, timeout=6)
+    if ended == "closed":
+        fleet.close()
+    else:
+        with monkeypatch.context() as failing:
+            failing.setattr(Door, "_accept", lambda _: 1 // 0)
+            socket.create_connection(("127.0.0.1", fleet.port)).close()
+            deadline = time.monotonic() + 10
+            while not fleet._door.is_closed and time.monotonic() < deadline:
+                time.sleep(0.05)
+    asks = partial(ask, fleet.address, "describe", timeout=1, secret=SECRET)
+    assert "no registry answers" in caught(asks)
+    fleet.send(1)  # to nobody
+    assert asks()["version"] == 1
+    meetings = []
+    for _ in range(2):  # beside each other
+        address, secret = fleet._invite()
+        meetings += [RefitGroup.join(address, rank, 2, 5, secret) for rank in range(2)]
+    for member in meetings:
+        member.close()
+    fleet.close()
+    socket.create_server(("127.0.0.1", fleet.port)).close()
+
+
+def test_a_registry_at_no_address_is_refused():
+    with pytest.raises(OptionError, match='registry="" is no address'):
+        Fleet(None, "127.0.0.1", registry="")
+
+
+def test_a_fleet_at_a_name_is_at_one_of_its_addresses():
+    fleet = Fleet(None, "localhost")
+    assert fleet.address == f"127.0.0.1:{fleet.port}"
+    fleet.close()
+
+
+class LatePause(HttpClient):
+    """An engine that is paused only when it is let, and notes whether it is called to connect after that."""
+
+    begun, let, ended, called = threading.Event(), threading.Event(), threading.Event(), False
+
+    def pause(self, *_: Any, **__: Any) -> None:
+        self.begun.set()
+        self.let.wait(60)
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.called = True
+        super().init_weight_transfer_engine(info)
+
+    def resume(self) -> None:
+        super().resume()
+        self.ended.set()
+
+
+def test_a_fleet_that_is_closed_while_an_engine_is_paused_calls_nobody_and_listens_no_more(pods, monkeypatch):
+    monkeypatch.setattr("reshard.integrations.peers.STOP_SECONDS", 0.5)
+    one, two, _ = pods
+    late = LatePause(two.url, timeout=30, name="two")
+    with Listening() as listening:
+        fleet = Fleet(OneShard(0, ROWS), "127.0.0.1", timeout=20, backend="staged")
+        fleet.add(HttpClient(one.url, timeout=30, name="one"))
+        fleet.send(30, pausing=True)
+        fleet.add(late)
+        assert late.begun.wait(30)
+        fleet.close()
+    assert listening.ports == {fleet.port}
+    with Listening() as listening:
+        late.let.set()
+        assert late.ended.wait(30)
+    assert not late.called and not listening.ports
