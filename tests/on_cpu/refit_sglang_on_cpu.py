@@ -113,7 +113,9 @@ def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dic
         model, given = sglang_on_cpu.build(directories[variant], **options)
         arguments = Arguments(given)
         change(model, arguments)
-        return caught(lambda: SglangModel(model, arguments))
+        return caught(
+            lambda: SglangModel(model, arguments).take_optional(frozenset())
+        )  # of a trainer without a tower
 
     def runner(model: torch.nn.Module, _) -> None:
         from sglang.srt.layers.moe.moe_runner.base import MoeRunnerBackend
