@@ -47,12 +47,13 @@ def handed_on(
     backend: str = "auto",
     version: int = 3,
     port: int = 0,
+    secret: str | None = None,
     ends: bool = False,
 ) -> list[str]:
     """What a process without weights says that brings up a newcomer, and what the newcomer says; whether it `ends` the
     meeting."""
     address = f"127.0.0.1:{port or free_port()}"
-    worker.reshard_lend(address, 1, 3, version, timeout=20.0, backend=backend)
+    worker.reshard_lend(address, 1, 3, version, timeout=20.0, backend=backend, secret=secret)
 
     def refitted(group: RefitGroup, rank: int) -> None:
         link = connect(group, None, newcomer if rank else None, backend=backend)
@@ -62,7 +63,7 @@ def handed_on(
             link.close()
 
     def member(rank: int) -> str:
-        group = RefitGroup.join(address, rank, 3, timeout=20)
+        group = RefitGroup.join(address, rank, 3, timeout=20, secret=secret)
         said = caught(lambda: refitted(group, rank))
         if rank or ends:
             group.close()
@@ -108,7 +109,9 @@ def test_a_write_after_the_meeting_is_over_waits_for_the_reader_alone(held, monk
     monkeypatch.setattr("reshard.engines.workers.lending.connect", connected)
     worker, port = Worker(), free_port()
     door = held_door("127.0.0.1", port) if held else None
-    assert handed_on(worker, Newcomer(ROWS), "staged", port=port, ends=True) == ["no error", "no error"]
+    secret = door.invite(20) if door else None  # or whoever comes before the first member is sent away
+    said = handed_on(worker, Newcomer(ROWS), "staged", port=port, secret=secret, ends=True)
+    assert said == ["no error", "no error"]
     thread = worker._reshard_lending._thread
     assert thread.is_alive()
     began = time.monotonic()
