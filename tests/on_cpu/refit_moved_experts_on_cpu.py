@@ -110,15 +110,13 @@ def balance(state, seed: int) -> None:
 
 
 def finish(state) -> int:
-    """Let vLLM's steps take over all that its thread copies; how many steps that took."""
-    steps = 0
-    deadline = time.monotonic() + 60
+    """Let vLLM's steps take over all that its thread copies; how many layers they did."""
+    layers = 0
     while of_model(state).rebalanced:
+        await_copy(state)
         state.step(is_dummy=True)
-        steps += 1
-        time.sleep(0.005)
-        assert time.monotonic() < deadline, "vLLM's thread does not end"
-    return steps
+        layers += 1
+    return layers
 
 
 def as_loaded(directory: str, places: torch.Tensor, **engine) -> dict[str, tuple]:
@@ -299,7 +297,7 @@ def while_moving(
 ):
     """Refits while vLLM's thread moves experts in the background (``use_async``): after it has taken over no layer,
     and some; and one where nobody sees to what it has copied. Of engine ranks, for each, what is wrong once all has
-    ended, and in how many steps vLLM took over layers after the refit; and what is wrong after one more."""
+    ended, and how many layers vLLM took over after the refit; and what is wrong after one more."""
     both = Sides(rank, sides, flags, checkpoints, engine)
     both.connect(use_async=True, **options)
     both.link.refit()
@@ -318,8 +316,8 @@ def while_moving(
             else patch.object(live, "leave_where_they_are", lambda *_: None)
         ):
             both.link.refit(verify=True)
-        steps = finish(both.state) if both.is_engine else 0
-        found.append((both.wrong(which), steps))
+        layers = finish(both.state) if both.is_engine else 0
+        found.append((both.wrong(which), layers))
     both.link.refit(verify=True)
     return found, both.wrong(1)
 
