@@ -22,6 +22,7 @@ QUANTIZED = (
 # a trainer or in pytest's workers.
 OF_ENGINES = (
     "tests.starting.entry_points",
+    "tests.starting.ports",
     "tests.starting.torchrun_methods",
     "tests.starting.no_spinning",
     "tests.starting.quick_ends",
@@ -52,6 +53,7 @@ WITH_RAY = (
 )  # in an environment that has Ray
 OF_RANKS = (
     "tests.starting.entry_points",
+    "tests.starting.ports",
     "tests.starting.torchrun_methods",
     "tests.starting.no_spinning",
     "tests.on_cpu.megatron_on_cpu",
@@ -80,6 +82,7 @@ OF_RANKS = (
 # On ranks of SGLang's classes, and of the trainers that refit them.
 OF_SGLANG = (
     "tests.starting.entry_points",
+    "tests.starting.ports",  # before others have its functions by name
     "tests.starting.command_line",
     "tests.on_cpu.refit_sglang_on_cpu",
     "sglang.srt.models.registry",
