@@ -38,7 +38,11 @@ def sharded(directory: str, shard: int) -> torch.nn.Module:
     model = getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (shard,), mesh_dim_names=("shard",))
     decoder = model.get_decoder()
-    for layer in (decoder if hasattr(decoder, "layers") else model.model).layers:
+    for layer in (
+        decoder.h
+        if hasattr(decoder, "h")
+        else (decoder if hasattr(decoder, "layers") else model.model).layers
+    ):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

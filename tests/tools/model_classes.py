@@ -41,6 +41,7 @@ CLASSES: dict[str, dict] = {
     "Olmo2ForCausalLM": SIZES,
     "Olmo3ForCausalLM": SIZES,
     "Exaone4ForCausalLM": SIZES,
+    "GPT2LMHeadModel": dict(vocab_size=500, n_embd=64, n_layer=2, n_head=4, n_positions=256),
     "Llama4ForCausalLM": SIZES | dict(num_local_experts=4, interleave_moe_layer_step=1, intermediate_size_mlp=128),
 }  # fmt: skip
 

@@ -43,7 +43,7 @@ class StoredViews:
 
     def _parts(self, copy: TracedCopy) -> Iterator[TracedCopy]:
         shape = self.stored[copy.name]
-        if len(shape) < 3 and copy.name not in self.views:
+        if len(shape) < 3 and copy.name not in self.views and not copy.strides:
             yield copy
             return
         box, strides = _with_all_dims(copy, shape)
