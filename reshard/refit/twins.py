@@ -6,6 +6,7 @@ facts of its weights (`Holder.facts`), and who is to get them compares it with i
 nothing is copied.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -32,7 +33,8 @@ class Arrangement:
     by layer or setting, such as the kernels and what these keep beside tensors. `tensors` are the dtype, the shape and
     the strides of each that is copied, by name. `optional` are the published names of `Engine.optional` that it has
     taken. `views` are the dtype, the shape and the strides of each tensor that lies within another, by name, and then
-    at which byte of which one.
+    at which byte of which one. `published` is what it says of the published weights (`Holder.facts`), such as of a
+    drafter; empty for nothing.
     """
 
     rank: str
@@ -40,10 +42,11 @@ class Arrangement:
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     optional: list[str] = field(default_factory=list)
     views: dict[str, list[Any]] = field(default_factory=dict)
+    published: bytes = b""
 
     def encode(self) -> bytes:
         """Return what `arrangements_in` reads."""
-        return TWINS + pack_json(vars(self))
+        return TWINS + pack_json(vars(self) | {"published": b64encode(self.published).decode()})
 
     def difference(self, other: "Arrangement") -> str:
         """Return the first thing in which another one differs, with both values; empty if it is the same."""
@@ -197,6 +200,7 @@ class Twin(Engine):
             {name: described(tensors[name]) for name in memory},
             sorted(engine.optional & held),
             views_in(tensors),
+            engine.facts() or b"",
         )
         self._memory = memory
         shapes = {self._canonical(name): (rows.rows, rows.width) for name, rows in memory.items()}
@@ -326,7 +330,7 @@ def taking(engine: Engine, facts: Mapping[str, bytes]) -> Engine:
             f"{listed(offered, 1)} serves weights in a form of its own, and {listed(facts.keys() - offered.keys(), 1)} "
             "does not: refit from one of them"
         )
-    engine.take_facts({})
+    engine.take_facts({who: one.published for who, one in offered.items() if one.published})
     if engine.optional:
         has: Set[str] = {name for one in offered.values() for name in one.optional}
         engine.take_optional(engine.optional & has)
@@ -351,5 +355,6 @@ def arrangements_in(payload: bytes, who: str) -> Iterator[Arrangement]:
             str(name): [str(dtype), [*map(int, shape)], [*map(int, strides)], int(at), str(owner)]
             for name, (dtype, shape, strides, at, owner) in told["views"].items()
         }
-        arrangement = Arrangement(str(told["rank"]), facts, tensors, [*map(str, told["optional"])], views)
+        optional, published = [*map(str, told["optional"])], b64decode(told["published"], validate=True)
+        arrangement = Arrangement(str(told["rank"]), facts, tensors, optional, views, published)
     yield arrangement

@@ -154,6 +154,23 @@ def test_a_write_that_did_not_end_it_is_found_by_the_count_of_writes():
     assert not newcomer.ready
 
 
+def test_a_reader_that_outlives_the_wait_for_its_end_is_named_and_the_newcomer_refuses(monkeypatch, caplog):
+    monkeypatch.setattr("reshard.engines.workers.lending.END_SECONDS", 0.5)
+    monkeypatch.setattr(RefitGroup, "abort", lambda *_: None)  # as where nobody answers there
+    worker, newcomer = Worker(), Newcomer(ROWS)
+    guard = worker.engine.guard
+
+    def write() -> None:
+        guard.invalidate("half of a model")
+        assert worker._reshard_lending._thread.is_alive()
+        worker.engine.weight.zero_()
+
+    newcomer.before = write
+    assert "no error" not in handed_on(worker, newcomer)
+    assert "handing on version 3 has not ended within 0.5 s, and the engine gets other weights" in caplog.text
+    assert not newcomer.ready and newcomer.version is None
+
+
 def test_a_version_that_it_does_not_serve_is_refused_before_anybody_meets():
     worker = Worker()
     for change, named in (

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from reshard.core.errors import ReshardError, listed
+from reshard.engines.placing.left_alone import LeftAlone
 from reshard.engines.placing.rules import PlacedTensors, place_by_trace
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.engines.tracing.views import StoredViews
@@ -26,6 +27,18 @@ def shared_error(engine: str, names: list[str]) -> ReshardError:
         f"one apart: leave it out if the drafter is to have the model's (WithDrafter(..., without=[{names[0]!r}])), "
         f"or start {engine} with a checkpoint of the drafter that has another"
     )
+
+
+def check_is_current(
+    engine: str, declared: DeclaredDrafter | None, left: LeftAlone, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ReshardError if a trainer has brought the `tensors` of an engine's drafter, and the last one that connected
+    has `declared` none: whoever gets the model from this engine would draft by another drafter."""
+    if declared is None and left.were_brought(tensors):
+        raise ReshardError(
+            f"this {engine} drafts by what a trainer has brought before, and was connected to one without a drafter "
+            f"since: an engine that got its weights would draft by another one; wait for what a trainer sends"
+        )
 
 
 @contextmanager

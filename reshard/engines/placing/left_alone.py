@@ -36,6 +36,7 @@ class _Record:
     """The history of the tensors of a model and its drafter, by name; it outlasts connections."""
 
     written: dict[str, _Written] = field(default_factory=dict)
+    brought: set[str] = field(default_factory=set)  # by a refit, ever
     copies: dict[str, _Copy] = field(default_factory=dict)
 
 
@@ -104,6 +105,7 @@ class LeftAlone:
         brought = {*names}
         for name in self._record.copies.keys() & brought:
             del self._record.copies[name]
+        self._record.brought |= brought
         self._note(brought, HALF_WRITTEN)
 
     def end(self, names: Iterable[str]) -> None:
@@ -114,6 +116,10 @@ class LeftAlone:
 
     def _note(self, names: Iterable[str], losses: int) -> None:
         self._record.written |= dict.fromkeys(names, _Written(losses, self.guard.loads))
+
+    def were_brought(self, names: Iterable[str]) -> bool:
+        """Return True if refits have written any of these tensors since the engine started."""
+        return not self._record.brought.isdisjoint(names)
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Return those of these names whose tensors are not whole, and have no copies; a drafter's first."""

@@ -26,6 +26,7 @@ from reshard.engines.placing.accounts import (
     account_for,
 )
 from reshard.engines.placing.blocks import counted, find_scales, served_in_blocks
+from reshard.engines.placing.drafter import check_is_current
 from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.taken import check_all_taken
@@ -300,13 +301,18 @@ class SglangModel(LiveEngine):
         if self.experts is not None:
             self.placement = self.experts.moved.follow(self.experts.held())
 
-    def check_as_published(self) -> None:
-        """Raise ReshardError if what this rank serves was quantized, or moves while others read it."""
-        super().check_as_published()
-        self._check_at_rest()
+    def facts(self) -> bytes | None:
+        """Return the drafter that a trainer has brought, for who gets the weights from this engine."""
+        return None if self._declared is None else self._declared.encode()
 
-    def _check_at_rest(self) -> None:
-        """Raise ReshardError if weights move while others read them."""
+    def check_as_published(self) -> None:
+        """Raise ReshardError if what this rank serves was quantized, or cannot be handed on whole."""
+        super().check_as_published()
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Raise ReshardError if weights move while others read them, or come without the drafter that is served."""
+        check_is_current(self.engine, self._declared, self._left, self.drafter_tensors())
         if compat.moves_experts(self.arguments):
             raise ReshardError(
                 "this SGLang moves experts by their load (EPLB) while it serves, so that nothing else can read them "
@@ -317,12 +323,7 @@ class SglangModel(LiveEngine):
 
     def arrangement(self) -> Arrangement:
         """Return how this rank serves its weights; see `reshard.refit.twins`."""
-        self._check_at_rest()
-        if self._declared is not None:
-            raise ReshardError(
-                "this SGLang drafts by a model of its own that a trainer has brought, which is not handed on with "
-                "quantized weights: give a trainer"
-            )
+        self._check_whole()
         facts = {"the engine": f"{self.engine} {compat.installed_version()}", "dtype": str(self.dtype)}
         facts |= {layer: f"fp8 blocks by {blocks.kernel}" for layer, blocks in self.blocks.items()}
         if self._scales_cache():
@@ -331,7 +332,10 @@ class SglangModel(LiveEngine):
 
     def arranged_tensors(self) -> dict[str, torch.Tensor]:
         """Return all that a refit writes, or has SGLang derive, by name."""
-        return written_tensors(self.tensors, self.accounts) | self.derived.tensors()
+        of_drafter = (
+            self._drafter.tokens() if self._drafter is not None and self._declared is not None else {}
+        )
+        return written_tensors(self.tensors, self.accounts) | self.derived.tensors() | of_drafter
 
     def check_awake(self) -> None:
         """Raise ReshardError if SGLang has released the memory of its weights."""

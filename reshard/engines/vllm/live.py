@@ -15,6 +15,7 @@ from reshard.device.cuda import is_mapped
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
 from reshard.engines.placing.accounts import LEFT_ALONE, OF_DRAFTER, SCALE_OF_CACHE, Account, account_for
 from reshard.engines.placing.blocks import counted, served_in_blocks
+from reshard.engines.placing.drafter import check_is_current
 from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
@@ -519,13 +520,18 @@ class VllmModel(LiveEngine):
         of_decays = [identity[0] for identity, region in self.regions.items() if id(region.tensor) in logs]
         return super().not_as_published() + of_decays
 
-    def check_as_published(self) -> None:
-        """Raise ReshardError if what this rank serves was quantized, or moves while others read it."""
-        super().check_as_published()
-        self._check_at_rest()
+    def facts(self) -> bytes | None:
+        """Return the drafter that a trainer has brought, for who gets the weights from this engine."""
+        return None if self._declared is None else self._declared.encode()
 
-    def _check_at_rest(self) -> None:
-        """Raise ReshardError if weights move while others read them."""
+    def check_as_published(self) -> None:
+        """Raise ReshardError if what this rank serves was quantized, or cannot be handed on whole."""
+        super().check_as_published()
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Raise ReshardError if weights move while others read them, or come without the drafter that is served."""
+        check_is_current(self.engine, self._declared, self._left, self.drafter_tensors())
         if self.experts is not None:
             raise ReshardError(
                 "this vLLM moves experts by their load (EPLB) while it serves, so that nothing else can read them "
@@ -536,12 +542,7 @@ class VllmModel(LiveEngine):
 
     def arrangement(self) -> Arrangement:
         """Return how this rank serves its weights; see `reshard.refit.twins`."""
-        self._check_at_rest()
-        if self._declared is not None:
-            raise ReshardError(
-                "this vLLM drafts by a model of its own that a trainer has brought, which is not handed on with "
-                "quantized weights: give a trainer"
-            )
+        self._check_whole()
         facts = {
             "the engine": f"{self.engine} {installed_version()}",
             "FlashInfer": version_of(FLASHINFER),  # which arranges weights for its kernels

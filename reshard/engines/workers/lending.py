@@ -151,6 +151,14 @@ class Lending:
                 seconds *= 2
         finally:
             self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                log.warning(
+                    "reshard: handing on version %s has not ended within %g s, and the %s gets other weights now: the "
+                    "engine that reads these finds that by their digests, and refuses to serve",
+                    self.lent.version,
+                    END_SECONDS,
+                    self.lent.served.guard.engine,
+                )
 
 
 class LendingMethods:

@@ -103,6 +103,12 @@ class Drafter:
         region = Region(self.shifts, 0, 1)
         return PlacedTensors(Placement.of({DRAFTER + name: box.lengths}, [local]), {identity: region})
 
+    def tokens(self) -> dict[str, torch.Tensor]:
+        """Return which tokens are its own, by name, and the shifts that these are made of; nothing without any."""
+        if self.shifts is None:
+            return {}
+        return {f"{DRAFT}hot_token_id": self.worker.hot_token_id, f"{DRAFT}shifts": self.shifts}
+
     def update(self) -> None:
         """Write which tokens are its own, where they are: CUDA graphs hold the address."""
         if self.shifts is not None:
