@@ -41,6 +41,9 @@ CLASSES: dict[str, dict] = {
     "Olmo2ForCausalLM": SIZES,
     "Olmo3ForCausalLM": SIZES,
     "Exaone4ForCausalLM": SIZES,
+    "GPTNeoXForCausalLM": {
+        name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")
+    },
     "Llama4ForCausalLM": SIZES | dict(num_local_experts=4, interleave_moe_layer_step=1, intermediate_size_mlp=128),
 }  # fmt: skip
 
