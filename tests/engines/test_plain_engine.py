@@ -2,6 +2,7 @@
 weights that are not whole."""
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,66 @@ def test_a_loader_may_widen_a_tensor_on_its_way_and_not_narrow_it(narrowed):
     else:
         [copy] = trace_load(*arguments).copies
         assert (copy.box.offsets, copy.box.lengths, copy.offset) == ((1, 0), (2, 6), 0)
+
+
+def copied(trace, published: dict[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """What a trace's copies make of published tensors, element by element."""
+    flat = torch.full((math.prod(shape),), torch.nan)
+    for copy in trace.copies:
+        part = published[copy.name]
+        for dim, (offset, length) in enumerate(zip(copy.box.offsets, copy.box.lengths, strict=True)):
+            part = part.narrow(dim, offset, length)
+        pitches = (copy.pitch, 1) if part.ndim == 2 else (copy.pitch or 1,)
+        flat.as_strided(part.shape, pitches, copy.offset).copy_(part)
+    return flat.view(shape)
+
+
+def rotary(heads: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Its rows as Llama 4's loader of vLLM turns them: the even ones of each head before the odd ones."""
+    return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def fused(heads: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Its rows as GPT-NeoX's loader turns them: queries, keys and values of all heads instead of each."""
+    return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("shape", [(48, 6), (48,)], ids=str)
+@pytest.mark.parametrize("turn", [rotary, fused])
+def test_rows_that_a_loader_turns_are_copied_to_where_it_puts_them(turn, shape, half):
+    stand_in = torch.empty(24, *shape[1:], device="meta")
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            stand_in.copy_(turn(4, tensor).narrow(0, 24 * half, 24))
+
+    trace = trace_load("it", load, {"rows": (shape, torch.float32)}, {storage_id(stand_in): "matrix"})
+    rows = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    found = copied(trace, {"rows": rows}, tuple(stand_in.shape))
+    assert torch.equal(found, turn(4, rows)[24 * half :][:24])
+    assert not torch.equal(found, rows[24 * half :][:24]), "not turned"
+    assert not torch.equal(found, turn(2, rows)[24 * half :][:24]), "turned by another number of heads"
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda tensor: tensor.view(8, 3, 2).transpose(1, 2).reshape(8, 6),
+        lambda tensor: tensor.t().reshape(8, 6),
+        lambda tensor: tensor.view(4, 2, 6).transpose(0, 1).reshape(4, 12).view(8, 6)[:, ::2].repeat(1, 2),
+    ],
+    ids=["within rows", "transposed", "every other column"],
+)
+def test_elements_that_are_no_whole_rows_are_refused(turn):
+    stand_in = torch.empty(8, 6, device="meta")
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            stand_in.copy_(turn(tensor))
+
+    with pytest.raises(ReshardError, match="it's (own )?loader"):
+        trace_load("it", load, {"rows": ((8, 6), torch.float32)}, {storage_id(stand_in): "matrix"})
 
 
 @pytest.mark.parametrize(("places", "lengths", "whole"), HALVES.values(), ids=HALVES)

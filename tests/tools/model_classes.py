@@ -42,6 +42,9 @@ CLASSES: dict[str, dict] = {
     "Olmo3ForCausalLM": SIZES,
     "Exaone4ForCausalLM": SIZES,
     "GPT2LMHeadModel": dict(vocab_size=500, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+    "GPTNeoXForCausalLM": {
+        name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")
+    },
     "Llama4ForCausalLM": SIZES | dict(num_local_experts=4, interleave_moe_layer_step=1, intermediate_size_mlp=128),
 }  # fmt: skip
 

@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         self.parameters = parameters
         self.derived: dict[int, tuple[str, torch.Tensor]] = {}
         self.zeroed: set[int] = set()  # storages of tensors of which the loader has made zeros
-        # By storage: published tensors that the loader has put one below the other.
+        # By storage: published tensors, or runs of their rows, that the loader has put one below the other.
         self.joined: dict[int, list[torch.Tensor]] = {}
         self.clones: list[torch.Tensor] = []  # kept, since tensors are known by their storages
         self.copies: list[TracedCopy] = []
@@ -138,6 +138,10 @@ class _Recorder(TorchDispatchMode):
             return self._clone(args[0], args[0].dtype)
         if func is torch.ops.aten._to_copy.default and self._widens(args[0], **(kwargs or {})):
             return self._clone(args[0], (kwargs or {})["dtype"])
+        if func is torch.ops.aten._unsafe_view.default and not args[0].is_contiguous():
+            runs = self._runs_of_rows(*args)
+            if runs:
+                return self._join(runs)
         if func is torch.ops.aten.cat.default and self._joins_rows(*args):
             return self._join(args[0])
         if func._schema.is_mutable:
@@ -203,6 +207,37 @@ class _Recorder(TorchDispatchMode):
             for tensor in tensors
         )
 
+    def _runs_of_rows(self, tensor: torch.Tensor, size: list[int]) -> list[torch.Tensor]:
+        """Return the runs of rows, or of elements of a vector, that a published tensor of `size` consists of
+        whose rows the loader has put in another order; none if they are not whole rows of one.
+
+        `tensor` has the elements in their new order, and strides as they lie in what is published.
+        """
+        shape = self.sources.get(storage_id(tensor), ("", ()))[1]
+        if len(shape) not in (1, 2) or tuple(size) != shape:
+            return []
+        width, dims = 1, tensor.ndim
+        if len(shape) == 2:
+            width, dims = shape[1], tensor.ndim - 1
+            if tensor.shape[-1] != width or tensor.stride(-1) != 1:
+                return []
+        starts = torch.tensor([tensor.storage_offset()])
+        for dim in range(dims):
+            steps = torch.arange(tensor.shape[dim]) * tensor.stride(dim)
+            starts = (starts[:, None] + steps).flatten()
+        if bool((starts % width).any()):
+            return []
+        rows = starts // width
+        breaks = (torch.nonzero(rows.diff() != 1).flatten() + 1).tolist()
+        runs = []
+        for first, end in zip([0, *breaks], [*breaks, len(rows)], strict=True):
+            start = int(rows[first]) * width
+            if len(shape) == 2:
+                runs.append(tensor.as_strided((end - first, width), (width, 1), start))
+            else:
+                runs.append(tensor.as_strided((end - first,), (1,), start))
+        return runs
+
     def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         rows = sum(tensor.shape[0] for tensor in tensors)
         joined = torch.empty((rows, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device="meta")
@@ -211,9 +246,11 @@ class _Recorder(TorchDispatchMode):
         return joined
 
     def _copy_joined(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Record a copy of rows, or parts of rows, of joined matrices as one of each of them."""
-        width = self.joined[storage_id(src)][0].shape[1]
-        if src.ndim != 2 or src.shape != dst.shape or src.stride() != (width, 1):
+        """Record a copy of rows, or parts of rows, of joined matrices, or of a part of joined vectors, as one of
+        each of them."""
+        like = self.joined[storage_id(src)][0]
+        width = like.shape[1] if like.ndim == 2 else 1
+        if src.shape != dst.shape or src.stride() != ((width, 1) if like.ndim == 2 else (1,)):
             raise ReshardError(
                 f"{self.engine}'s loader turns or spreads joined matrices on the way into "
                 f"{self._parameter(dst)}: refit does not support it"
@@ -223,7 +260,9 @@ class _Recorder(TorchDispatchMode):
         for tensor in self.joined[storage_id(src)]:
             low, high = max(start, first), min(end, first + tensor.shape[0])
             if low < high:
-                part = tensor[low - first : high - first, column : column + src.shape[1]]
+                part = tensor[low - first : high - first]
+                if src.ndim == 2:
+                    part = part[:, column : column + src.shape[1]]
                 self._copy(dst[low - start : high - start], part)
             first += tensor.shape[0]
 
