@@ -23,7 +23,9 @@ from reshard.core.errors import ReshardError
 from reshard.models.config_fields import whole_number
 from reshard.models.tables import shape_of
 
-# In a model's config: that of the larger model around it, where its tower belongs to what is read, saved or refitted.
+# In a model's config: that of the larger model around it, where its tower belongs to what is read, saved or refitted. A
+# pipeline stage of an engine posts None where its loader takes nothing of the tower, and False where none of its parts
+# can be refitted (`one_config` makes one of what all stages post).
 TAKES_TOWER = "_takes_tower"
 
 

@@ -64,6 +64,7 @@ class Receiver:
         self.memory_digests: dict[int, bytes] = {}
         self._addresses: list[int] | None = None  # that were last found
         self._placement: Placement | None = None  # that the pieces are of
+        self.offered: frozenset[str] = frozenset()  # of the engine's optional names, what trainers have
         self._is_taken = False  # the engine has taken facts for this connection
         self._taken_placement: object = None  # the engine's placement then
 
@@ -85,10 +86,11 @@ class Receiver:
         if engine is not self.engine:
             self._use(engine)
         if self.engine.optional:
-            offered = {
+            held_names = {
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])
             }
-            self.engine.take_optional(self.engine.optional & offered)
+            self.offered = self.engine.optional & held_names
+            self.engine.take_optional(self.offered)
         self._taken_placement = self.engine.taken
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         position = self._position(distances)

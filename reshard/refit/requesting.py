@@ -26,7 +26,7 @@ def exchange_requests(
         sender.publish(model)
     if receiver is not None:
         receiver.plan(model.where)
-        check_stages(group, agreed, receiver.engine, model)
+        check_stages(group, agreed, receiver.engine, model, receiver.offered)
         receiver.find_moved()  # the engine may bring others by now
     if sender is not None:
         sender.receive_requests()

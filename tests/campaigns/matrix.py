@@ -157,6 +157,17 @@ SGLANG = (
 )
 # The same, started and refitted by verl and by slime's classes.
 SGLANG_OF_TRAINERS = ("tests/integrations/test_verl.py", "-k", "sglang or slimes")
+# What needs SGLang's classes alone.
+SGLANG_PLACED = (
+    "tests/refit/test_towers.py",
+    "tests/refit/test_without_table.py",
+    "tests/refit/test_drafters.py",
+    "tests/refit/test_left_alone.py",
+    "tests/refit/test_moved_experts.py",
+    "tests/engines/test_twins.py",
+    "-k",
+    "sglang",
+)
 # SGLang, the torch that it is built for, and what else has other versions than tests/sglang-cpu.txt.
 SGLANGS = (("0.5.23", "2.14.1", ("transformers==5.19.0", "tokenizers==0.23.2")),)
 
@@ -264,7 +275,11 @@ def cells() -> list[Cell]:
             "SGLang", f"SGLang {sglang}, torch {torch}{what}", sglang_processes(sglang, torch, beside, tests)
         )
         for sglang, torch, beside in SGLANGS
-        for what, tests in (("", SGLANG), (", of verl and slime", SGLANG_OF_TRAINERS))
+        for what, tests in (
+            ("", SGLANG),
+            (", of verl and slime", SGLANG_OF_TRAINERS),
+            (", towers, models without a table, drafters", SGLANG_PLACED),
+        )
     ]
     return every_cell + cells_of_adapters() + cells_of_newer_vllms()
 

@@ -38,7 +38,10 @@ def served(pair: list[str], **options) -> tuple:
     draft = get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu"))
     worker = EagleDraftWorker.__new__(EagleDraftWorker)
     worker.server_args, worker.speculative_algorithm = arguments, SpeculativeAlgorithm.EAGLE3
-    worker.target_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    target = SimpleNamespace(
+        model=model, model_config=ModelConfig.from_server_args(arguments), load_config=load
+    )
+    worker.target_worker = SimpleNamespace(model_runner=target)
     worker.draft_runner = SimpleNamespace(model=draft, model_config=config)
     worker.init_token_map()
     worker.init_lm_head()

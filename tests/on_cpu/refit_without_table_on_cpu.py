@@ -78,18 +78,25 @@ def engine_of():
     return into_vllm, VllmModel
 
 
-def remember_an_image() -> Callable[[], bool]:
-    """Have SGLang, if this is its environment, keep what it has made of an image by other weights; what says whether
-    it still does."""
-    if find_spec("vllm") is not None:
-        return lambda: False
-    from sglang.srt.managers import mm_utils
+def image_cache():
+    """SGLang's module that keeps what a tower has made of images."""
+    newer, older = (f"sglang.srt.managers.{name}" for name in ("mm_schedule", "mm_utils"))
+    return import_module(newer if find_spec(newer) is not None else older)
+
+
+def see_image() -> None:
+    """Let SGLang keep what a tower has made of one image."""
     from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 
-    mm_utils.init_mm_embedding_cache(1 << 20)
-    mm_utils.embedding_cache.set(7, EmbeddingResult(embedding=torch.ones(4, 4)))
-    assert mm_utils.embedding_cache.has(7)
-    return lambda: mm_utils.embedding_cache.has(7)
+    cache = image_cache()
+    cache.init_mm_embedding_cache(1 << 20)
+    cache.embedding_cache.set(7, EmbeddingResult(embedding=torch.ones(4)))
+    assert images() == [7]
+
+
+def images() -> list:
+    """The images of which SGLang has kept something."""
+    return [*image_cache().embedding_cache.mm_cache]
 
 
 def refit_each(
@@ -119,10 +126,11 @@ def refit_each(
         if not links:
             continue
         [link] = links
-        remembers = remember_an_image()
+        if build is into_sglang and is_engine:
+            see_image()
         link.refit(verify=True)
         if is_engine:
-            assert not remembers()
+            assert build is not into_sglang or not images()
             made = link.receiver.engine
             expected = [fingerprint(build(hf, **options)[0]) for hf in checkpoints]
             left = [entry["how"] for entry in made.tensor_accounts() if entry["what"] == "left alone"]
@@ -138,21 +146,6 @@ def without_tower(directory: str, shard: int) -> torch.nn.Module:
     model = sharded(directory, shard)
     del model.model.visual
     return model
-
-
-def see_image() -> None:
-    """Let SGLang keep what a tower has made of one image."""
-    from sglang.srt.managers import mm_utils
-
-    mm_utils.init_mm_embedding_cache(1 << 20)
-    mm_utils.embedding_cache.set(7, mm_utils.EmbeddingResult(embedding=torch.ones(4)))
-
-
-def images() -> list:
-    """The images of which SGLang has kept something."""
-    from sglang.srt.managers import mm_utils
-
-    return [*mm_utils.embedding_cache.mm_cache]
 
 
 def beside_towers(rank: int, sides: dict, checkpoints: list[str], options: dict) -> dict:
@@ -267,4 +260,61 @@ def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:
         "a stage that nobody fills": said(change_engine=skip, pp=2),
         "a name that every stage skips": said(change_engine=without_norm, pp=2),
         "another config of stages": said(scaled, pp=2),
+    }
+
+
+def tower_in_stages(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:
+    """What every rank says at connect of a larger model whose engine has stages that serve its tower otherwise, by what
+    is changed; or "left alone", where the tower is."""
+    members = start(rank, sides)[2]
+    build, engine = engine_of()
+    whole, text = (FsdpModel(make(checkpoint, sides["trainer"])) for make in (sharded, without_tower))
+    norm = "visual.blocks.1.norm1.weight"
+
+    def said(change=lambda module: None, stages: int = 2, trainer: FsdpModel = whole, **options) -> str:
+        made: list = []
+
+        def destination():
+            module, config = build(checkpoint, pp=2, **{"load_format": "dummy"} | options)
+            if rank >= 2 - stages:  # the last of them alone
+                change(module)
+            made.append(engine(module, config))
+            return made[0]
+
+        refused = caught(lambda: connect(members, trainer, destination))
+        left = made and any("another part" in one["how"] for one in made[0].tensor_accounts())
+        return "left alone" if left and refused == "no error" else refused
+
+    def loads(module: torch.nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+        load = module.load_weights
+        taken = lambda weights: ((name, change(name, tensor)) for name, tensor in weights)  # noqa: E731
+        module.load_weights = lambda weights: load(each for each in taken(weights) if each[1] is not None)
+
+    def skip(module: torch.nn.Module) -> None:
+        loads(module, lambda name, tensor: None if name == norm else tensor)
+
+    def without_norm(module: torch.nn.Module) -> None:
+        skip(module)
+        module.get_submodule(norm.rpartition(".")[0]).register_parameter("weight", None)
+
+    def text_alone(module: torch.nn.Module) -> None:
+        loads(module, lambda name, tensor: None if name.startswith("visual.") else tensor)
+        module.visual = torch.nn.Identity()
+
+    def computed(module: torch.nn.Module) -> None:
+        loads(module, lambda name, tensor: tensor * 2 if name == norm else tensor)
+
+    return {
+        "fits": said(),
+        "a stage that lacks some of it": said(without_norm, 1),
+        "a stage that has none of it": said(text_alone, 1),
+        "a stage that nobody fills": said(skip, 1),
+        "a name that every stage skips": said(without_norm),
+        "no tower anywhere": said(text_alone),
+        "no tower anywhere, of a language model": said(text_alone, trainer=text),
+        "a stage that computes": said(computed, 1, load_format="safetensors"),
+        "a stage that computes, of a language model": said(
+            computed, 1, trainer=text, load_format="safetensors"
+        ),
+        "a stage that computes, with dummy weights": said(computed, 1, trainer=text),
     }

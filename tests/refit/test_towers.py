@@ -26,14 +26,21 @@ from tests.tools.larger_models import KINDS, WHEELS
 from tests.tools.model_classes import WITH_TOWER, config_of, make
 from tests.tools.oracle import bits, hf_tensors
 
+QWEN3_VL = "Qwen3VLForConditionalGeneration"
 MADE = {
-    "qwen3-vl": lambda folder, seed: make(folder, "Qwen3VLForConditionalGeneration", seed),
+    "qwen3-vl": lambda folder, seed: make(folder, QWEN3_VL, seed),
+    # With as many layers on the first of two stages as DeepStack needs.
+    "qwen3-vl-deep": lambda folder, seed: make(
+        folder, QWEN3_VL, seed, text_config=WITH_TOWER[QWEN3_VL]["text_config"] | {"num_hidden_layers": 4}
+    ),
     "qwen3-vl-moe": lambda folder, seed: qwen3_vl(folder, True, seed),
     "qwen2.5-vl": lambda folder, seed: make(folder, "Qwen2_5_VLForConditionalGeneration", seed),
     "qwen3.5": lambda folder, seed: published(folder, False, seed=seed, mtp=False),
     "kimi-k2.5": lambda folder, seed: with_code(kimi_k25(folder, seed)),
 }
 OF_KIMI = ("vision_tower.", "mm_projector.")
+# Without which vLLM builds no stage of a Qwen3-VL.
+NAMED = {"hf_overrides": {"text_config": {"architectures": ["Qwen3MoeForCausalLM"]}}}
 
 
 def with_code(directory: Path) -> Path:
@@ -77,6 +84,10 @@ def pair_of(tmp_path_factory):
     ("qwen3.5", ["layers", "mcore-bridge"], f"{TP} 2", 2, {}, 1, False),
     ("qwen2.5-vl", ["module", "mcore-bridge"], f"{TP} 2 {PP} 2", 4, {"tp": 2}, 2, False),
     ("kimi-k2.5", ["published", "mcore-bridge"], f"{TP} 2 {EP} 2 {ETP} 1", 2, {"tp": 2}, 2, True),
+    ("qwen3-vl-moe", ["layers", "mcore-bridge"], f"{PP} 2", 2, {"tp": 2, "pp": 2} | NAMED, 4, False),
+    ("qwen3.5", ["layers", "mcore-bridge"], f"{TP} 2", 2, {"pp": 2}, 2, False),
+    ("qwen2.5-vl", ["module", "mcore-bridge"], f"{PP} 2", 2, {"pp": 2}, 2, False),
+    ("kimi-k2.5", ["published", "mcore-bridge"], f"{TP} 2 {EP} 2 {ETP} 1", 2, {"pp": 2}, 2, True),
 ], ids=str)  # fmt: skip
 def test_a_refit_brings_what_vllms_own_loader_makes_of_the_tower(
     name, kinds, parallel, trainers, engine, engines, together, wheels, pair_of, tmp_path
@@ -94,16 +105,18 @@ def test_a_refit_brings_what_vllms_own_loader_makes_of_the_tower(
 if install_sglang_cpu.installed():
 
     @pytest.mark.install
-    @pytest.mark.parametrize(("name", "kinds"), [
-        ("qwen3-vl", ["layers", "mcore-bridge"]), ("kimi-k2.5", ["published", "mcore-bridge"])
+    @pytest.mark.parametrize(("name", "kinds", "engine"), [
+        ("qwen3-vl", ["layers", "mcore-bridge"], {"tp": 2}),
+        ("qwen3-vl-deep", ["layers", "mcore-bridge"], {"pp": 2}),
+        ("kimi-k2.5", ["published", "mcore-bridge"], {"tp": 2}),
     ], ids=str)  # fmt: skip
     def test_a_refit_brings_what_sglangs_own_loader_makes_of_the_tower(
-        name, kinds, wheels, pair_of, tmp_path
+        name, kinds, engine, wheels, pair_of, tmp_path
     ):
         pairs = pair_of(name)
         sides = {"trainer": 2, "engine": 2, "together": True, "folder": str(tmp_path), "port": free_port()}
         results = run_on_ranks(
-            2, "refits", sides, flags_at(Path(pairs[0][1]), f"{TP} 2"), wheels, kinds, pairs, {"tp": 2},
+            2, "refits", sides, flags_at(Path(pairs[0][1]), f"{TP} 2"), wheels, kinds, pairs, engine,
             module="refit_towers_on_cpu", python=warm.python_of_sglang(),
             environment=install_sglang_cpu.environment_of_engine(),
         )  # fmt: skip

@@ -43,9 +43,12 @@ RUNS = {
     },
     (1, 2, False): dict.fromkeys((
         "Gemma2ForCausalLM", "Gemma3ForConditionalGeneration", "GraniteMoeForCausalLM", "FalconH1ForCausalLM",
-        "Glm4ForCausalLM", "StableLmForCausalLM", "Exaone4ForCausalLM",
+        "Glm4ForCausalLM", "StableLmForCausalLM", "Exaone4ForCausalLM", "Qwen3_5ForConditionalGeneration",
     ), PP),
-    (4, 4, True): {"PhimoeForCausalLM": EP | PP, "Gemma3ForCausalLM": {"tp": 2} | PP},
+    (4, 4, True): {
+        "PhimoeForCausalLM": EP | PP, "Gemma3ForCausalLM": {"tp": 2} | PP,
+        "Qwen2_5_VLForConditionalGeneration": {"tp": 2} | PP,
+    },
 }  # fmt: skip
 
 
@@ -132,6 +135,27 @@ def test_what_would_be_another_model_is_refused_everywhere(checkpoints, tmp_path
             assert sentence in said[what], said[what]
 
 
+def test_a_tower_that_stages_do_not_serve_whole_is_refused_or_left_alone_everywhere(checkpoints, tmp_path):
+    arguments = sides(tmp_path, 2, 2, True), checkpoints("Qwen2_5_VLForConditionalGeneration")[0]
+    expected = {
+        "fits": "no error",
+        "a stage that lacks some of it": "no error",
+        "a stage that has none of it": "no error",
+        "a stage that nobody fills": "would bring nothing into visual.blocks.1.norm1.weight, and this vLLM",
+        "a name that every stage skips": "none of the 2 pipeline stages of this vLLM takes "
+        "visual.blocks.1.norm1.weight, and it would serve another model",
+        "no tower anywhere": "parameters that qwen2_5_vl_text does not have: model.visual.",
+        "no tower anywhere, of a language model": "no error",
+        "a stage that computes": "parameters that qwen2_5_vl_text does not have: model.visual.",
+        "a stage that computes, of a language model": "left alone",
+        "a stage that computes, with dummy weights": "beside the language model are dummy weights",
+    }
+    for said in run_on_ranks(2, "tower_in_stages", *arguments, module="refit_without_table_on_cpu"):
+        assert said.keys() == expected.keys()
+        for what, sentence in expected.items():
+            assert sentence in said[what], said
+
+
 def test_a_bias_that_no_stage_of_an_engines_class_has_is_refused(tmp_path):
     name = "GraniteMoeForCausalLM"
     checkpoint = str(make(tmp_path / "made", name, attention_bias=True))
@@ -180,7 +204,7 @@ if install_sglang_cpu.installed():
         for of in results:
             assert of["images"] == [[7], []], "an image is seen anew by another tower"
 
-    def test_stages_of_an_sglang_hold_what_its_loader_makes_of_the_saved_model(tmp_path):
+    def test_stages_of_an_sglang_hold_what_its_loader_makes_of_the_saved_model(checkpoints, tmp_path):
         """Of a class that has stages there. The last of them gets no output layer from its loader if that is the
         embedding, so that nothing would fill it."""
         name, cases = "Glm4ForCausalLM", {}
@@ -188,6 +212,10 @@ if install_sglang_cpu.installed():
             folder, fields = tmp_path / str(tied), {"tie_word_embeddings": tied, "vocab_size": 512}
             made = [str(make(folder / str(seed), name, seed, **fields)) for seed in (0, 1)]
             cases[str(tied)] = made, PP | {"disable_radix_cache": True}
+        # Qwen3-VL needs more layers on its first stage, for DeepStack: see `test_towers`.
+        towers = [larger for larger in WITH_TOWER if larger != "Qwen3VLForConditionalGeneration"]
+        for larger in towers:
+            cases[larger] = checkpoints(larger), PP | {"disable_radix_cache": True}
         results = run_on_ranks(
             2,
             "refit_each",
@@ -197,7 +225,8 @@ if install_sglang_cpu.installed():
             python=warm.python_of_sglang(),
             environment=install_sglang_cpu.environment_of_engine(),
         )
-        check(results, "False", 2, stages=2)
+        for each in ("False", *towers):
+            check(results, each, 2, stages=2)
         assert all("would bring nothing into lm_head.weight, and this SGLang" in of["True"] for of in results)
 
     def test_an_sglang_holds_what_its_loader_makes_of_the_saved_model(checkpoints, tmp_path):

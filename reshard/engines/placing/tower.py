@@ -12,6 +12,7 @@ from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.tracing.canonical import canonical_tensors, stored_tensors
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.models.model import Model
+from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import tower_of
 
 log = logging.getLogger("reshard")
@@ -19,7 +20,7 @@ log = logging.getLogger("reshard")
 
 class Tower(NamedTuple):
     """The tensors beside the language model, as a `model` of their own: their published `names`, and the `trace` of
-    the engine's loader for them."""
+    the engine's loader for them, of which a pipeline stage may take some, or none."""
 
     model: Model
     names: frozenset[str]
@@ -50,12 +51,8 @@ def find_tower(
     has no class that says what they are, and if the engine does not serve all of them as its loader copies them.
 
     `hf_config` is that of the whole model, `stages` are the engine's pipeline stages, and `trace` is its loader's.
+    Whether the stages together take all is judged at connect (`reshard.refit.stages`).
     """
-    if stages > 1:
-        log.info(
-            "no refit brings the parts of this %s beside the language model: it has pipeline stages", engine
-        )
-        return None
     try:
         tower = tower_of(model, hf_config)
         if tower is None:
@@ -66,3 +63,11 @@ def find_tower(
         log.info("no refit brings the parts of this %s beside the language model: %s", engine, error)
         return None
     return Tower(tower, frozenset(canonical_tensors(tower, dtype)), traced)
+
+
+def announced(tower: Tower | None, hf_config: dict[str, Any], stages: int) -> dict[str, Any]:
+    """Return the `hf_config` of a larger model as an engine's rank posts it: with what a refit may bring of its `tower`
+    there (`reshard.models.towers.TAKES_TOWER`)."""
+    if tower is not None:
+        return hf_config | {TAKES_TOWER: hf_config if tower.trace.copies else None}
+    return hf_config | {TAKES_TOWER: False} if stages > 1 else hf_config

@@ -30,7 +30,7 @@ from reshard.engines.placing.drafter import check_is_current
 from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.taken import check_all_taken
-from reshard.engines.placing.tower import Tower, find_tower
+from reshard.engines.placing.tower import Tower, announced, find_tower
 from reshard.engines.placing.twins import part_of_model, scales_of_cache, written_tensors
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
@@ -48,7 +48,7 @@ from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.stand_ins import layer_fingerprint
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.models.published import published
-from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model
+from reshard.models.without_table import ClassFamily, any_model
 from reshard.refit.drafter import DeclaredDrafter, declared_drafter, no_drafter_error
 from reshard.refit.twins import Arrangement
 
@@ -91,8 +91,9 @@ class SglangModel(LiveEngine):
         self.tp, (self.pp, self.pp_rank) = self.rank.tp, compat.parallel().pp
         self._towers = SGLANG.tower_prefixes(self.model)
         self._tower = self._find_tower()
+        if self._towers:
+            self.hf_config = announced(self._tower, self.hf_config, self.pp)
         if self._tower is not None:
-            self.hf_config = self.hf_config | {TAKES_TOWER: self.hf_config}
             self.optional = self._tower.names
         else:
             self._check_tower_loaded()
@@ -134,7 +135,8 @@ class SglangModel(LiveEngine):
     def _find_tower(self) -> Tower | None:
         """Return the parts beside the language model that a refit may bring; None if there are none, or SGLang serves
         them otherwise than its loader copies them."""
-        if not self._towers or not any(name.startswith(self._towers) for name in self.tensors):
+        has_tower = any(name.startswith(self._towers) for name in self.tensors)
+        if not self._towers or not (has_tower or self.pp > 1):
             return None
         trace = partial(trace_model, self.module, dtype=self.dtype)
         return find_tower(

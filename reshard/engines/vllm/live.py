@@ -20,7 +20,7 @@ from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
-from reshard.engines.placing.tower import Tower
+from reshard.engines.placing.tower import Tower, announced
 from reshard.engines.placing.twins import part_of_model, scales_of_cache, written_tensors
 from reshard.engines.tested import version_of
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
@@ -74,7 +74,6 @@ from reshard.engines.vllm.weights.tower import tower_in
 from reshard.engines.vllm.weights.twins import beside_parameters, facts_of_layers, methods_of_layers
 from reshard.models.model import Model
 from reshard.models.published import published
-from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import ClassFamily, any_model
 from reshard.refit.drafter import DeclaredDrafter, declared_drafter, no_drafter_error
 from reshard.refit.twins import Arrangement
@@ -123,8 +122,9 @@ class VllmModel(LiveEngine):
         self._declared: DeclaredDrafter | None = None  # the separate one that a trainer brings
         self._of_drafter = frozenset(mtp_names(self.model)) if drafts_by_mtp else frozenset()
         self._tower = self._find_tower()
-        if self._tower is not None:
-            self.hf_config = self.hf_config | {TAKES_TOWER: self.hf_config}
+        if VLLM.tower_prefixes(self.model):
+            stages = config.parallel_config.pipeline_parallel_size
+            self.hf_config = announced(self._tower, self.hf_config, stages)
         self.optional = self._of_drafter | (self._tower.names if self._tower is not None else frozenset())
         self._main_trace: Trace | None = None
         self._adapters: dict[str, VllmAdapter] = {}

@@ -13,7 +13,7 @@ bounds.
     held, parts         trainers, engines   held.HeldTensors          what each local tensor holds of the published ones
     facts               trainers, engines   facts                     what belongs to the weights beside them
     pieces/RANK         engines, trainers   requests.PieceRequest     which pieces are wanted, as what
-    takes               engines, engines    stages.TakenTensors       what each takes of a model without a table
+    takes               engines, engines    stages.TakenTensors       what each takes by its loader alone
     regions, memory     trainers, engines   memory.TrainerMemory      where the shards lie, and what can be mapped
     alike, sets/RANK    trainers, engines   relays.Alike              who wants which pieces alike, if they may relay
     asked               trainers, engines   requests.RequestsRead     digests of what was asked for

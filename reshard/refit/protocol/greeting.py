@@ -12,6 +12,7 @@ from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES
 from reshard.core.version import __version__
+from reshard.models.towers import TAKES_TOWER
 from reshard.refit.protocol.encoding import (
     MOST_ADDRESS,
     check_own,
@@ -24,7 +25,7 @@ from reshard.refit.protocol.encoding import (
 from reshard.refit.relays import AUTO, RELAYS
 from reshard.refit.routes import BACKENDS
 
-PROTOCOL = 20  # of members that understand each other
+PROTOCOL = 21  # of members that understand each other
 ROLES = ("trainer", "inference")
 MOST_FIELDS = 1000  # of a config that are ignored
 
@@ -159,8 +160,11 @@ def post_config(group: RefitGroup, config: dict[str, Any]) -> bytes:
 
 
 def one_config(group: RefitGroup, engines: Sequence[int], own: bytes) -> dict[str, Any]:
-    """Return the config that all inference ranks have posted, this one as `own`. Raises
-    ReshardError where two serve different models."""
+    """Return the config that all inference ranks have posted, this one as `own`: with the tower around the language
+    model where all take it, of pipeline stages those that have some of it.
+
+    Raises ReshardError where two serve different models.
+    """
     configs: dict[int, dict[str, Any]] = {}
     names = group.names
     seen: set[bytes] = set()  # nearly always one, of all ranks
@@ -174,6 +178,7 @@ def one_config(group: RefitGroup, engines: Sequence[int], own: bytes) -> dict[st
         if not isinstance(config, dict):
             raise ReshardError(f"the config of {names[rank]} is a {type(config).__name__}, not an object")
         configs[rank] = config
+    _agree_on_tower([*configs.values()])
     (first, config), *others = configs.items()
     for rank, other in others:
         different = sorted(key for key in config.keys() | other.keys() if config.get(key) != other.get(key))
@@ -183,3 +188,15 @@ def one_config(group: RefitGroup, engines: Sequence[int], own: bytes) -> dict[st
                 f"{names[first]} serves {key} = {config.get(key)}, {names[rank]} {key} = {other.get(key)}"
             )
     return config
+
+
+def _agree_on_tower(configs: Sequence[dict[str, Any]]) -> None:
+    """Have pipeline stages that take nothing of a tower say of it what the others do; all leave it alone where nobody
+    takes it, or a stage has parts of it that cannot be refitted."""
+    said = [config.get(TAKES_TOWER, {}) for config in configs]
+    taken = next((larger for larger in said if larger), None)
+    for config in configs:
+        if taken is None or False in said:
+            config.pop(TAKES_TOWER, None)
+        elif config.get(TAKES_TOWER, taken) is None:
+            config[TAKES_TOWER] = taken

@@ -1,4 +1,5 @@
-"""What each rank of an engine takes of the published tensors (``takes``), of a model that no mapping table covers."""
+"""What each rank of an engine takes of the published tensors (``takes``) of which its loader alone says where they go:
+a model that no mapping table covers, and a tower."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

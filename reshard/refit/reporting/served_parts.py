@@ -74,7 +74,7 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
         )
     model = any_model(engine.hf_config, f"{engine.guard.engine}'s config")
     mapping = expand(model)
-    tower = tower_of(model, engine.hf_config) if TAKES_TOWER in engine.hf_config else None
+    tower = tower_of(model, engine.hf_config) if engine.hf_config.get(TAKES_TOWER) else None
     shapes = mapping.shapes | (expand(tower).shapes if tower is not None else {})
     tensors: dict[str, TensorInfo] = {}
     boxes: list[LiveBox] = []

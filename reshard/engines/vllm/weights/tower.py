@@ -20,12 +20,14 @@ def tower_in(
     module: torch.nn.Module, prefixes: tuple[str, ...], model: Model, hf_config: dict[str, Any], config: Any
 ) -> Tower | None:
     """Return what a refit may bring of the parts of a vLLM's `model` that begin with these prefixes; None if it has
-    none, and where `find_tower` finds none."""
-    if not prefixes or not any(name.startswith(prefixes) for name, _ in module.named_parameters()):
+    none, and where `find_tower` finds none. That of a pipeline stage may be another's."""
+    stages = config.parallel_config.pipeline_parallel_size
+    has_tower = any(name.startswith(prefixes) for name, _ in module.named_parameters())
+    if not prefixes or not (has_tower or stages > 1):
         return None
     if any(loading_method(each) for name, each in module.named_modules() if name.startswith(prefixes)):
         return None
-    rank, stages = rank_of(module, model, (), config), config.parallel_config.pipeline_parallel_size
+    rank = rank_of(module, model, (), config)
     trace = partial(trace_model, module)
     return find_tower("vLLM", module, model, hf_config, config.model_config.dtype, rank, stages, trace)
 
