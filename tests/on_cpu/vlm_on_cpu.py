@@ -67,7 +67,9 @@ def answers(llm) -> list:
     """Of each prompt with its image, the logprobs of its tokens, and four greedy tokens with theirs."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0, logprobs=0, detokenize=False)
+    sampling = SamplingParams(
+        max_tokens=4, temperature=0, prompt_logprobs=0, logprobs=0, ignore_eos=True, detokenize=False
+    )
     outputs = llm.generate(list(map(asked, PROMPTS, IMAGES)), sampling, use_tqdm=False)
     return [
         [
