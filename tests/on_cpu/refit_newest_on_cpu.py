@@ -23,12 +23,17 @@ class NoPrefill:
         pass
 
 
-def refit_each(rank: int, sides: dict, cases: dict) -> dict:
-    """The same as that of `refit_without_table_on_cpu`."""
+def with_answers() -> None:
+    """Answer what vLLM's classes ask of a GPU."""
     without_streams()
     for name, answers in ANSWERS.items():
         with suppress(ModuleNotFoundError):  # a vLLM that has it elsewhere, or not at all
             module = import_module(name)
             for key, answer in answers.items():
                 setattr(module, key, answer)
+
+
+def refit_each(rank: int, sides: dict, cases: dict) -> dict:
+    """The same as that of `refit_without_table_on_cpu`."""
+    with_answers()
     return refit_without_table_on_cpu.refit_each(rank, sides, cases)

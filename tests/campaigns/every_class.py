@@ -1,0 +1,116 @@
+"""Refit every class that transformers and vLLM share, and say of each what happened.
+
+    python -m tests.campaigns.every_class --out classes.jsonl [--only NAME ...] [--again]
+
+Of each class a small model of random weights is made from its default config and saved twice, with other weights.
+Two ranks hold the second as `FsdpModel` and vLLM's class of the same name, with tensor parallelism, of the first; after
+a refit each tensor is compared with what vLLM's own loader makes of the second directory, bit for bit. Writes a line of
+JSON for each class at once, and goes on where it was interrupted. `--again` tries those again that were not exact.
+Prints how many had each outcome; exit status 1 if any served wrong bits or raised anything but a sentence.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from tests.starting.ranks import free_port, run_on_ranks
+from tests.tools.small_configs import small_config
+
+SECONDS = 240.0  # for one class
+FAULTS = ("WRONG", "CRASH")
+NOT_LOADED = "vLLM does not load it"
+GROUPS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+
+
+def shared_classes() -> list[str]:
+    """Return the classes of models that generate, which vLLM's registry and transformers both have."""
+    from vllm.model_executor.models import registry
+
+    names = [name for group in GROUPS for name in getattr(registry, group)]
+    return [name for name in names if hasattr(transformers, name)]
+
+
+def save(directory: Path, name: str, seed: int) -> None:
+    """Save a small model of a class with random weights."""
+    kind = getattr(transformers, name)
+    config = small_config(kind.config_class, itertools.count(300), name)
+    config.architectures = [name]
+    torch.manual_seed(seed)
+    model = kind._from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.ndim == 1))
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model.save_pretrained(directory)
+
+
+def late(_: int, __: FrameType | None) -> None:
+    """End what takes too long."""
+    raise TimeoutError(f"not made within {SECONDS:.0f} s")
+
+
+def outcome(name: str, folder: Path) -> tuple[str, str]:
+    """Return what happens with a class, and what is said."""
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(int(SECONDS))
+    try:
+        for seed in (0, 1):
+            save(folder / str(seed), name, seed)
+    except Exception as error:
+        return "transformers does not make it", f"{type(error).__name__}: {str(error).strip():.400}"
+    finally:
+        signal.alarm(0)
+    sides = {"trainer": 2, "engine": 2, "together": True, "folder": str(folder), "port": free_port()}
+    checkpoints = [str(folder / str(seed)) for seed in (0, 1)]
+    try:
+        said = run_on_ranks(
+            2, "judge", sides, checkpoints, {"tp": 2}, module="refit_every_class_on_cpu", timeout=SECONDS
+        )
+    except Exception as error:
+        return "CRASH", f"{type(error).__name__}: {str(error).strip()[-1500:]}"
+    # What vLLM's own loader refuses may be said by one rank alone, and the other sees that this one is gone.
+    own = [one for one in said if one[0] == NOT_LOADED]
+    if own or len({kind for kind, _ in said}) == 1:
+        return (own or said)[0]
+    return "CRASH", f"ranks differ: {said}"
+
+
+def main() -> None:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    done = {name: (kind, said) for name, kind, said in map(json.loads, lines)}
+    for name in options.only or shared_classes():
+        if name in done and not options.only and not (options.again and done[name][0] != "exact"):
+            continue
+        folder = Path(tempfile.mkdtemp())
+        try:
+            done[name] = outcome(name, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        with options.out.open("a") as out:
+            out.write(json.dumps([name, *done[name]]) + "\n")
+        print(f"{name}: {done[name][0]}: {done[name][1]:.300}", flush=True)
+    counts = Counter(kind for kind, _ in done.values())
+    print(", ".join(f"{number} {kind}" for kind, number in counts.most_common()))
+    sys.exit(any(kind in FAULTS for kind in counts))
+
+
+if __name__ == "__main__":
+    main()

