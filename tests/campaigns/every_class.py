@@ -20,11 +20,10 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
-import torch
 import transformers
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from tests.starting.ranks import free_port, run_on_ranks
+from tests.tools.model_classes import save
 from tests.tools.small_configs import small_config
 
 SECONDS = 240.0  # for one class
@@ -41,21 +40,6 @@ def shared_classes() -> list[str]:
     return [name for name in names if hasattr(transformers, name)]
 
 
-def save(directory: Path, name: str, seed: int) -> None:
-    """Save a small model of a class with random weights."""
-    kind = getattr(transformers, name)
-    config = small_config(kind.config_class, itertools.count(300), name)
-    config.architectures = [name]
-    torch.manual_seed(seed)
-    model = kind._from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.ndim == 1))
-    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model.save_pretrained(directory)
-
-
 def late(_: int, __: FrameType | None) -> None:
     """End what takes too long."""
     raise TimeoutError(f"not made within {SECONDS:.0f} s")
@@ -67,7 +51,9 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
     signal.alarm(int(SECONDS))
     try:
         for seed in (0, 1):
-            save(folder / str(seed), name, seed)
+            config = small_config(getattr(transformers, name).config_class, itertools.count(300), name)
+            config.architectures = [name]
+            save(folder / str(seed), config, seed)
     except Exception as error:
         return "transformers does not make it", f"{type(error).__name__}: {str(error).strip():.400}"
     finally:

@@ -38,11 +38,8 @@ def sharded(directory: str, shard: int) -> torch.nn.Module:
     model = getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (shard,), mesh_dim_names=("shard",))
     decoder = model.get_decoder()
-    for layer in (
-        decoder.h
-        if hasattr(decoder, "h")
-        else (decoder if hasattr(decoder, "layers") else model.model).layers
-    ):
+    within = decoder if hasattr(decoder, "layers") or hasattr(decoder, "h") else model.model
+    for layer in within.h if hasattr(within, "h") else within.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

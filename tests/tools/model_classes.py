@@ -158,17 +158,23 @@ def config_of(name: str, **changes):
 
 def make(directory: Path, name: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes) -> Path:
     """Save a model of a class with random weights, under the names that published checkpoints of it have."""
-    torch.manual_seed(seed)
-    model = getattr(transformers, name)._from_config(config_of(name, **changes), dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.ndim == 1))
-    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model.save_pretrained(directory)
+    save(directory, config_of(name, **changes), seed, dtype)
     if name in PUBLISHED:
         config = json.loads((directory / "config.json").read_text())
         for part, fields in PUBLISHED[name].items():
             config[part] |= fields
         (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def save(directory: Path, config, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Save a model of a config, of the class that it names, with random weights."""
+    torch.manual_seed(seed)
+    [name] = config.architectures
+    model = getattr(transformers, name)._from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.ndim == 1))
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model.save_pretrained(directory)

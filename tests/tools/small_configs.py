@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers
 
-# By what a field's name is or ends with; the first that fits counts. None leaves the default.
-SIZES: tuple[tuple[str, Any], ...] = (
+# By a field's whole name; the first pattern that fits counts.
+SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|vocab_size_per_layer_input|padded_vocab_size", 512),
     (
         r"hidden_size|d_model|n_embd|word_embed_proj_dim|embed_dim|dim|mm_hidden_size|hidden_dim|embedding_dim",
@@ -60,10 +60,6 @@ SIZES: tuple[tuple[str, Any], ...] = (
 )
 # The end of a token's field; the number goes on from one to the next.
 TOKEN = re.compile(r".*(?:_token_id|_token_index|_token_ids)|eos_id|bos_id")
-# Lists by layer, which the class makes of the number of layers.
-BY_LAYER = re.compile(
-    r"layer_types|mlp_layer_types|layers_block_type|.*_layers?_ids|hybrid_override_pattern|.*_pattern_list"
-)
 # Of single classes, where their defaults do not fit the sizes above.
 OTHERS: dict[str, dict] = {
     "PhiForCausalLM": dict(num_key_value_heads=4, intermediate_size=256),
@@ -81,7 +77,7 @@ OTHERS: dict[str, dict] = {
 }
 
 
-def size_of(name: str) -> Any:
+def size_of(name: str) -> int | None:
     """Return the small size of a field; None if it has none."""
     return next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
 
