@@ -38,6 +38,7 @@ from tests.tools.stores import (
     CLIENT_OPTIONS,
     Proxy,
     filesystem,
+    forget_addresses,
     google,
     seaweed,
     variables,
@@ -58,9 +59,8 @@ def server(tmp_path_factory):
 def proxy(server, monkeypatch, tmp_path):
     """A proxy before the server, which ``s3://`` leads to."""
     import fsspec
-    import s3fs
 
-    s3fs.S3FileSystem.clear_instance_cache()  # they keep the address of the proxy before
+    forget_addresses()
     monkeypatch.setitem(fsspec.config.conf, "s3", CLIENT_OPTIONS)
     with Proxy(server) as proxy:
         for name, value in variables(proxy.address).items():

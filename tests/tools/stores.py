@@ -38,6 +38,7 @@ IDENTITIES = {
 @contextlib.contextmanager
 def seaweed(folder: Path) -> Iterator[str]:
     """Run SeaweedFS with its files in a folder, and a bucket; yield its address."""
+    forget_addresses()
     ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
     grpc = {f"{name}.grpc": free_port() for name in ports}
     (folder / "data").mkdir(parents=True)
@@ -124,6 +125,14 @@ def filesystem(address: str, key: str = KEY):
         use_listings_cache=False,
         skip_instance_cache=True,
     )
+
+
+def forget_addresses() -> None:
+    """Have ``s3://`` read its address from the environment anew: fsspec keeps a file system for each set of options,
+    with the address that it had first."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def variables(address: str) -> dict[str, str]:
