@@ -10,7 +10,9 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.placing.rules import place_by_trace
-from reshard.engines.tracing.trace import storage_id, trace_load
+from reshard.engines.tracing.stand_ins import stand_ins
+from reshard.engines.tracing.trace import Trace, storage_id, trace_load
+from reshard.engines.tracing.views import StoredViews
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.checkpoints import make
 
@@ -126,6 +128,170 @@ def test_elements_that_are_no_whole_rows_are_refused(turn):
 
     with pytest.raises(ReshardError, match="it's (own )?loader"):
         trace_load("it", load, {"rows": ((8, 6), torch.float32)}, {storage_id(stand_in): "matrix"})
+
+
+def swapped_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of [8, 6], or such a number of elements, in another order, as a loader has them joined anew."""
+    return tensor.view(4, 2, -1).transpose(0, 1).reshape(tensor.shape)
+
+
+class Loaded(torch.nn.Module):
+    """A model of one parameter and what its loader has made of it before."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+        self.made, self.inner, self.is_scaled = torch.ones(2), torch.nn.Linear(2, 2), False
+
+    def load(self, write, weights) -> None:
+        for _, tensor in weights:
+            write(self, self.matrix.data, tensor)
+
+
+def traced(model: Loaded, write, shape: tuple[int, ...]) -> Trace:
+    """The trace of a loader that writes a tensor of this shape into a model's parameter."""
+    published = {"rows": (shape, torch.float32)}
+    with stand_ins(model) as names:
+        trace = trace_load("it", lambda weights: model.load(write, weights), published, names)
+    return StoredViews({"rows": shape}).of_trace(trace)
+
+
+def served(trace: Trace, published: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """What the regions of a placement by this trace get of a published tensor."""
+    matrix = torch.full(shape, torch.nan)
+    matrices = StoredViews({"rows": tuple(published.shape)}).matrices
+    placed = place_by_trace("it", trace, matrices, {"matrix": matrix})
+    for local in placed.placement.tensors.values():
+        region, [part] = placed.regions[local.id], local.parts
+        source = published.view(matrices["rows"])
+        for dim, (offset, length) in enumerate(zip(part.box.offsets, part.box.lengths, strict=True)):
+            source = source.narrow(dim, offset, length)
+        pitches = (region.pitch, 1) if source.ndim == 2 else (region.pitch,)
+        matrix.view(-1)[region.offset :].as_strided(source.shape, pitches).copy_(source)
+    return matrix
+
+
+def swap_data(model: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(tensor)
+    model.matrix.data = matrix * 2
+
+
+def swap_parameter(model: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(tensor)
+    model.matrix = torch.nn.Parameter(matrix.t().contiguous().view(matrix.shape), requires_grad=False)
+
+
+def make_beside(model: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    """As LongCat's loader of vLLM does, which scales what it has loaded the first time alone."""
+    matrix.copy_(tensor)
+    model.made = matrix.t().contiguous()
+    if not model.is_scaled:
+        matrix *= 2
+        model.is_scaled = True
+
+
+def view_bits(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(tensor.view(torch.int32))
+
+
+def negate(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(torch._neg_view(tensor))
+
+
+def double_joined(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(swapped_rows(tensor).mul_(2))
+
+
+def double_below_another(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(torch.cat([tensor, tensor]).mul_(2)[: len(tensor)])
+
+
+def double_list_of_parameters(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(tensor)
+    torch._foreach_mul_([matrix], 2)
+
+
+def double_list_of_published(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    torch._foreach_mul_([tensor], 2)
+    matrix.copy_(tensor)
+
+
+def order_by_strides(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(tensor.t().contiguous().as_strided((8, 6), (6, 1)))
+
+
+def take_columns(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(tensor[:, :, :3])
+
+
+def flatten(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(tensor.flatten())
+
+
+REFUSED = [
+    (swap_data, (8, 6), (8, 6), "puts another tensor in the place of matrix"),
+    (swap_parameter, (8, 6), (8, 6), "puts another tensor in the place of matrix"),
+    (view_bits, (8, 6), (8, 6), "takes the bits of rows for those of other numbers"),
+    (negate, (8, 6), (8, 6), "takes the bits of rows for those of other numbers"),
+    (double_joined, (8, 6), (8, 6), "computes with rows by aten.mul_"),
+    (double_joined, (48,), (48,), "computes with rows by aten.mul_"),
+    (double_below_another, (8, 6), (8, 6), "computes with rows by aten.mul_"),
+    (double_list_of_parameters, (8, 6), (8, 6), "computes matrix by aten._foreach_mul_"),
+    (double_list_of_published, (8, 6), (8, 6), "computes with rows by aten._foreach_mul_"),
+    (order_by_strides, (8, 6), (8, 6), "by where they lie in a copy of a tensor"),
+    (take_columns, (2, 4, 5), (2, 4, 3), "turns or spreads rows on the way into matrix"),
+    (take_columns, (2, 4, 4, 5), (2, 4, 3, 5), "turns or spreads rows on the way into matrix"),
+    (flatten, (4, 6), (24,), "turns or spreads rows on the way into matrix"),
+]
+
+
+@pytest.mark.parametrize(("write", "shape", "into", "named"), REFUSED)
+def test_what_a_loader_makes_of_a_tensor_otherwise_than_by_copies_is_refused(write, shape, into, named):
+    model = Loaded(into)
+    with pytest.raises(ReshardError, match=named):
+        traced(model, write, shape)
+
+
+def test_zeros_that_a_loader_makes_of_a_tensor_it_has_joined_before_are_not_those_it_copies():
+    def write(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+        joined = torch.cat([tensor, tensor])
+        tensor.zero_()
+        matrix.copy_(joined[:8])
+
+    rows = torch.arange(48.0).view(8, 6)
+    assert torch.equal(served(traced(Loaded((8, 6)), write, (8, 6)), rows, (8, 6)), rows)
+
+
+@pytest.mark.parametrize("into", [(6, 1), (1, 6), (6,)], ids=str)
+def test_a_matrix_of_one_column_is_copied(into):
+    def write(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+        if into == (6, 1):
+            matrix[:4].copy_(tensor[:4])
+        else:
+            matrix.view(-1)[:4].copy_(tensor[:4].view(-1))
+        matrix.view(-1)[4:].copy_(tensor[4:].squeeze(1))
+
+    column = torch.arange(6.0).view(6, 1)
+    found = served(traced(Loaded(into), write, (6, 1)), column, into)
+    assert torch.equal(found.view(-1), column.view(-1))
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_what_a_loader_makes_beside_its_parameters_is_refused_and_the_model_goes_on_with_what_it_had(
+    is_scaled,
+):
+    model = Loaded((8, 6))
+    model.is_scaled = is_scaled
+    matrix, before = model.matrix, dict(vars(model))
+
+    def write(model: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+        make_beside(model, matrix, tensor)
+        del model.inner
+
+    with pytest.raises(ReshardError, match="makes made of the weights|computes matrix by aten.mul_"):
+        traced(model, write, (8, 6))
+    assert vars(model) == before and model.matrix is matrix and model.made.tolist() == [1, 1]
+    assert model.inner.weight.device.type == "cpu"
 
 
 @pytest.mark.parametrize(("places", "lengths", "whole"), HALVES.values(), ids=HALVES)

@@ -1,11 +1,13 @@
 """Stand-ins without memory for a live model's tensors, on which its own loader is run for a trace
 (`reshard.engines.tracing.trace`)."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
+from reshard.core.errors import ReshardError
 from reshard.engines.tracing.deduplicated import ExpertLayer
 from reshard.engines.tracing.trace import storage_id
 
@@ -59,9 +61,13 @@ def stand_ins(
     `templates_of` gives a module's tensors as they were made before any processing, as far as they
     differ from those that it has; `plain_of` the tensors that its loader writes into instead of
     those whose names begin alike; `bind` gives a stand-in the loader of its module. The model gets
-    its tensors back at the end, also after an error.
+    its tensors, modules and attributes back at the end, also after an error.
+
+    Raises ReshardError at the end for a stand-in in whose place a loader has put another tensor, and for
+    tensors that it has made of weights and keeps beside them: a refit would bring neither.
     """
     names: dict[int, str] = {}
+    attributes = [(path, module, _own_attributes(module)) for path, module in model.named_modules()]
     saved = [
         (path, module, dict(module._parameters), dict(module._buffers))
         for path, module in model.named_modules()
@@ -69,6 +75,7 @@ def stand_ins(
     live_names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     stand_in_of: dict[int, torch.Tensor] = {}
     keep_alive: list[torch.Tensor] = []  # names are known by the addresses of storages
+    in_place: list[_InPlace] = []
     try:
         for path, module, parameters, buffers in saved:
             templates, plain = templates_of(module), plain_of(module)
@@ -79,6 +86,7 @@ def stand_ins(
                 names[storage_id(bound)] = f"{path}.{name}"
                 module._parameters[name] = bound  # type: ignore[assignment]
                 keep_alive.append(bound)
+                in_place.append(_InPlace(f"{path}.{name}", module._parameters, name, bound.untyped_storage()))
             for slots, tensors in ((module._parameters, parameters), (module._buffers, buffers)):
                 for name, tensor in tensors.items():
                     if name.startswith(tuple(plain)):
@@ -98,13 +106,66 @@ def stand_ins(
                         names[storage_id(stand_in)] = live_names.get(id(tensor), f"{path}.{name}")
                     slots[name] = stand_in  # type: ignore[assignment]
                     keep_alive.append(stand_in)
+                    storage = stand_in.untyped_storage()
+                    in_place.append(_InPlace(names[storage_id(stand_in)], slots, name, storage))
         yield names
+        _check_in_place(in_place)
+        _check_nothing_made(attributes, names)
     finally:
+        for _, module, (own, modules) in attributes:
+            vars(module).clear()
+            vars(module).update(own)
+            module._modules.clear()
+            module._modules.update(modules)
         for _, module, parameters, buffers in saved:
             module._parameters.clear()
             module._parameters.update(parameters)
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+class _InPlace(NamedTuple):
+    """The storage of the stand-in that is `key` of a module's `slots`, for the tensor `name`."""
+
+    name: str
+    slots: Mapping[str, torch.Tensor | None]
+    key: str
+    storage: torch.UntypedStorage
+
+
+def _check_in_place(stand_ins: Sequence[_InPlace]) -> None:
+    """Raise ReshardError if a loader has put another tensor in the place of a stand-in: what it has copied before is
+    not what it serves."""
+    for name, slots, key, storage in stand_ins:
+        now = slots.get(key)
+        if now is not None and now.untyped_storage()._cdata != storage._cdata:
+            raise ReshardError(
+                f"the engine's loader puts another tensor in the place of {name}, which is not a plain copy: refit "
+                f"does not support it"
+            )
+
+
+def _own_attributes(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's own attributes, and the modules within it."""
+    return dict(vars(module)), dict(module._modules)
+
+
+def _check_nothing_made(
+    before: Sequence[tuple[str, torch.nn.Module, tuple[dict[str, Any], dict[str, Any]]]],
+    names: Collection[int],
+) -> None:
+    """Raise ReshardError if a loader has given a module a tensor that is not one of the stand-ins: it would be made of
+    weights of before a refit."""
+    for path, module, (own, _) in before:
+        for key, value in vars(module).items():
+            if value is own.get(key) or not isinstance(value, torch.Tensor):
+                continue
+            if value.is_meta and storage_id(value) not in names:
+                name = f"{path}.{key}".removeprefix(".")
+                raise ReshardError(
+                    f"the engine's loader makes {name} of the weights once it has them, which a refit does not have "
+                    f"made again: refit does not support it"
+                )
 
 
 def _on_meta(template: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,9 @@ class _Recorder(TorchDispatchMode):
         self.zeroed: set[int] = set()  # storages of tensors of which the loader has made zeros
         # By storage: published tensors, or runs of their rows, that the loader has put one below the other.
         self.joined: dict[int, list[torch.Tensor]] = {}
-        self.clones: list[torch.Tensor] = []  # kept, since tensors are known by their storages
+        # By storage, kept, since tensors are known by these: what lies in another order than the loader may believe.
+        self.clones: dict[int, torch.Tensor] = {}
+        self.dtypes = {storage_id(tensor): tensor.dtype for tensor in tensors.values()}
         self.copies: list[TracedCopy] = []
         self.fills: list[TracedFill] = []
 
@@ -142,6 +144,11 @@ class _Recorder(TorchDispatchMode):
             runs = self._runs_of_rows(*args)
             if runs:
                 return self._join(runs)
+        if func is torch.ops.aten.as_strided.default and storage_id(args[0]) in self.clones:
+            raise ReshardError(
+                f"{self.engine}'s loader asks for elements by where they lie in a copy of a tensor (as_strided): refit "
+                f"does not support it"
+            )
         if func is torch.ops.aten.cat.default and self._joins_rows(*args):
             return self._join(args[0])
         if func._schema.is_mutable:
@@ -164,22 +171,29 @@ class _Recorder(TorchDispatchMode):
             self.of_itself[storage_id(out)] = (name, out)
 
     def _check_written(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """Raise ReshardError if an operation other than a copy writes into a parameter."""
+        """Raise ReshardError if an operation other than a copy writes into a parameter, or into what is copied."""
         for number, argument in enumerate(func._schema.arguments):
-            written = kwargs.get(argument.name, args[number] if number < len(args) else None)
-            if argument.is_write and isinstance(written, torch.Tensor):
-                name = self.parameters.get(storage_id(written))
-                if name is not None and name not in self.computed:
-                    raise ReshardError(
-                        f"{self.engine}'s loader computes {name} by {func}, which is not a plain copy: refit does "
-                        f"not support it"
-                    )
-                source = self.sources.get(storage_id(written))
-                if source is not None:
-                    raise ReshardError(
-                        f"{self.engine}'s loader computes with {source[0]} by {func}, which is not a plain copy: refit "
-                        f"does not support it"
-                    )
+            if not argument.is_write:
+                continue
+            value = kwargs.get(argument.name, args[number] if number < len(args) else None)
+            for written in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(written, torch.Tensor):
+                    self._check_not_computed(func, storage_id(written))
+
+    def _check_not_computed(self, func: Any, written: int) -> None:
+        name = self.parameters.get(written)
+        if name is not None and name not in self.computed:
+            raise ReshardError(
+                f"{self.engine}'s loader computes {name} by {func}, which is not a plain copy: refit does not "
+                f"support it"
+            )
+        joined = self.joined.get(written)
+        source = self.sources.get(written if joined is None else storage_id(joined[0]))
+        if source is not None:
+            raise ReshardError(
+                f"{self.engine}'s loader computes with {source[0]} by {func}, which is not a plain copy: refit does "
+                f"not support it"
+            )
 
     def _widens(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> bool:
         """Tell whether a published tensor is put into a dtype that has each of its values."""
@@ -192,7 +206,8 @@ class _Recorder(TorchDispatchMode):
         elements = prod(self.sources[source][1])
         clone = torch.empty(elements, dtype=dtype, device="meta")
         clone = clone.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        self.clones.append(clone)
+        self.clones[storage_id(clone)] = clone
+        self.dtypes[storage_id(clone)] = dtype
         self.sources[storage_id(clone)] = self.sources[source]
         if source in self.zeroed:
             self.zeroed.add(storage_id(clone))
@@ -241,8 +256,9 @@ class _Recorder(TorchDispatchMode):
     def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         rows = sum(tensor.shape[0] for tensor in tensors)
         joined = torch.empty((rows, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device="meta")
-        self.joined[storage_id(joined)] = tensors
-        self.clones.append(joined)
+        # As they are now: the loader may make zeros of one later.
+        self.joined[storage_id(joined)] = [self._clone(tensor, tensor.dtype) for tensor in tensors]
+        self.clones[storage_id(joined)] = joined
         return joined
 
     def _copy_joined(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -297,6 +313,11 @@ class _Recorder(TorchDispatchMode):
         name, shape = self._published(src, parameter)
         if src.shape != dst.shape:
             raise turned(self.engine, name, parameter)
+        if src.dtype != self.dtypes[storage_id(src)] or src.is_neg():
+            raise ReshardError(
+                f"{self.engine}'s loader takes the bits of {name} for those of other numbers on the way into "
+                f"{parameter}: refit does not support it"
+            )
         if storage_id(src) in self.zeroed:
             self._fill(dst, 0)
             return
@@ -316,6 +337,8 @@ class _Recorder(TorchDispatchMode):
             offsets = (start // width, start % width)
             if view.lengths[0] > 1:
                 pitch = view.dst_strides[0]
+            if offsets[1] + view.lengths[1] > width:  # from one row into the next
+                raise turned(self.engine, name, parameter)
         box = Box(offsets, view.lengths)
         self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), pitch, name, box))
 
@@ -386,7 +409,7 @@ def _view(shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> _View
     if len(shape) != 2 or len(long.lengths) != 1:
         return long
     [length], [src_stride], [dst_stride] = long
-    if src_stride == 1:  # a part of one row
+    if src_stride == 1 and (shape[-1] > 1 or length == 1):  # a part of one row
         return _View((1, length), (shape[-1], 1), (0, dst_stride))
     return _View((length, 1), (src_stride, 1), (dst_stride, 1))  # a part of one column
 

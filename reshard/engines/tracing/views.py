@@ -10,7 +10,7 @@ import torch
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import as_matrix
-from reshard.core.views import StridedPart, strided_parts, tensor_of, tensor_shapes, views_by_tensor
+from reshard.core.views import StridedPart, View, strided_parts, tensor_of, tensor_shapes, views_by_tensor
 from reshard.engines.tracing.trace import Canonical, Trace, TracedCopy, turned
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -50,7 +50,7 @@ class StoredViews:
         for view in self.views.get(copy.name, [copy.name]):
             name = self.names[view]
             for part in strided_parts(view, shape, box, strides):
-                yield _in_rows(copy, name, part)
+                yield _in_rows(copy, name, part, View.parse(view).shape_in(shape))
 
 
 def _with_all_dims(copy: TracedCopy, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
@@ -104,14 +104,15 @@ def _rows(copy: TracedCopy, shape: tuple[int, ...]) -> Box:
     )
 
 
-def _in_rows(copy: TracedCopy, name: str, part: StridedPart) -> TracedCopy:
-    """Return a part of a copy as rows of a canonical tensor, or elements of a vector. Raises ReshardError if
-    it is neither."""
+def _in_rows(copy: TracedCopy, name: str, part: StridedPart, shape: tuple[int, ...]) -> TracedCopy:
+    """Return a part of a copy as rows of a canonical tensor of this shape, or elements of a vector. Raises
+    ReshardError if it is neither."""
     box, apart = part.box, part.strides
     if len(box.lengths) > 2:
         inner = tuple(prod(box.lengths[dim + 1 :]) for dim in range(1, len(box.lengths)))
-        is_row = apart[1:] == inner and (not any(box.offsets[1:]) or prod(box.lengths[1:-1]) == 1)
-        if not is_row or any(box.offsets[1:-1]):
+        # Of a row as a matrix has it, a run: of its first dim some, or of its last dim alone.
+        is_run = (not box.offsets[-1] and box.lengths[2:] == shape[2:]) or prod(box.lengths[1:-1]) == 1
+        if apart[1:] != inner or not is_run or any(box.offsets[1:-1]):
             raise turned("the engine", copy.name, copy.parameter)
         box, apart = Box((box.offsets[0], box.offsets[-1]), as_matrix(box.lengths)), (apart[0], 1)
     if len(box.lengths) == 2 and apart[1] != 1 and box.lengths[1] > 1:
