@@ -1,5 +1,5 @@
-"""A refit on the CPU from a transformers model under ``fully_shard`` into vLLM's class of the same name, judged by
-vLLM's own loader of the saved model."""
+"""A refit on the CPU from a transformers model under ``fully_shard`` into the class of the same name of vLLM or, in
+its environment, of SGLang, judged by the engine's own loader of the saved model."""
 
 import traceback
 
@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from reshard.core.errors import ReshardError
 from reshard.refit import connect
 from reshard.trainers import FsdpModel
-from tests.on_cpu.refit_newest_on_cpu import with_answers
-from tests.on_cpu.refit_without_table_on_cpu import class_of, into_vllm
+from tests.on_cpu.refit_without_table_on_cpu import class_of, engine_of, into_vllm
 from tests.tools.refit_sides import fingerprint, start
 
 
@@ -35,7 +34,12 @@ def short(error: BaseException) -> str:
 def judge(rank: int, sides: dict, checkpoints: list[str], options: dict) -> tuple[str, str]:
     """Return an outcome, and what is said: of a refit from the second checkpoint into an engine made of the first."""
     _, _, members = start(rank, sides)
-    with_answers()
+    torch.distributed.barrier()  # one that ends at once would leave the other alone before both have met
+    build, engine_class = engine_of()
+    if build is into_vllm:
+        from tests.on_cpu.refit_newest_on_cpu import with_answers
+
+        with_answers()
     # First, since vLLM changes transformers' classes where it serves a model by them.
     try:
         source = FsdpModel(sharded(checkpoints[1]))
@@ -44,17 +48,15 @@ def judge(rank: int, sides: dict, checkpoints: list[str], options: dict) -> tupl
     except Exception as error:
         return "not sharded", short(error)
     try:
-        expected = [fingerprint(into_vllm(directory, **options)[0]) for directory in checkpoints]
+        expected = [fingerprint(build(directory, **options)[0]) for directory in checkpoints]
     except Exception as error:
-        return "vLLM does not load it", short(error)
+        return "not loaded", short(error)
     try:
-        module, config = into_vllm(checkpoints[0], load_format="dummy", **options)
+        module, config = build(checkpoints[0], load_format="dummy", **options)
     except Exception as error:
-        return "vLLM does not build it", short(error)
-    from reshard.engines import VllmModel
-
+        return "not built", short(error)
     try:
-        engine = VllmModel(module, config)
+        engine = engine_class(module, config)
         link = connect(members, source, engine)
         link.refit(verify=True)
     except ReshardError as error:

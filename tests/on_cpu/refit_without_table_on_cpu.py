@@ -20,12 +20,6 @@ from reshard.trainers import FsdpModel
 from tests.starting.ranks import caught
 from tests.tools.refit_sides import fingerprint, start
 
-SGLANG_FILES = {
-    "Gemma3ForCausalLM": "gemma3_causal", "GraniteForCausalLM": "granite", "Olmo2ForCausalLM": "olmo2",
-    "StableLmForCausalLM": "stablelm", "GraniteMoeForCausalLM": "granitemoe",
-    "Glm4ForCausalLM": "glm4", "Gemma3ForConditionalGeneration": "gemma3_mm",
-}  # fmt: skip
-
 
 def class_of(directory: str) -> str:
     """The class that a directory names."""
@@ -54,13 +48,10 @@ def into_vllm(directory: str, **options):
 
 
 def into_sglang(directory: str, **options):
-    from sglang.srt.models.registry import ModelRegistry
-
     from tests.on_cpu import sglang_on_cpu
+    from tests.tools import sglang_models
 
-    name = class_of(directory)
-    if name in SGLANG_FILES:  # of which the registry has none
-        ModelRegistry.models[name] = getattr(import_module(f"sglang.srt.models.{SGLANG_FILES[name]}"), name)
+    sglang_models.register(class_of(directory))
     return sglang_on_cpu.build(directory, **options)
 
 

@@ -22,7 +22,6 @@ from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import any_model
 from reshard.trainers import FsdpModel
 from tests import install_sglang_cpu
-from tests.on_cpu.refit_without_table_on_cpu import SGLANG_FILES
 from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.model_classes import CLASSES, SIZES, WITH_TOWER, config_of, make
@@ -34,6 +33,11 @@ TURNED = {
 }
 EP = {"tp": 2, "enable_expert_parallel": True}
 PP = {"pp": 2}
+# Beside those with a tower, of SGLang's.
+SGLANG_CLASSES = (
+    "Gemma3ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "StableLmForCausalLM", "GraniteMoeForCausalLM",
+    "Glm4ForCausalLM", "Gemma3ForConditionalGeneration",
+)  # fmt: skip
 # By the ranks of the trainer, those of the engine, and whether they are the same processes.
 RUNS = {
     (2, 2, True): {name: {"tp": 2} for name in (*CLASSES, *WITH_TOWER)},
@@ -231,7 +235,7 @@ if install_sglang_cpu.installed():
 
     def test_an_sglang_holds_what_its_loader_makes_of_the_saved_model(checkpoints, tmp_path):
         options = {"tp": 2, "disable_radix_cache": True}
-        cases = {name: (checkpoints(name), options) for name in (*SGLANG_FILES, *WITH_TOWER)}
+        cases = {name: (checkpoints(name), options) for name in (*SGLANG_CLASSES, *WITH_TOWER)}
         results = run_on_ranks(
             2,
             "refit_each",
