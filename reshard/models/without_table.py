@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.boxes import whole
 from reshard.core.errors import ReshardError
 from reshard.core.extras import require
+from reshard.models.class_fields import follows_from_class
 from reshard.models.config_fields import has_no_effect, ignored
 from reshard.models.family import Family, architectures, has_table
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
@@ -236,6 +237,8 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> 
             continue  # vLLM writes what its absence means
         if inside + name == "text_config.is_mm_prefix_lm" and (ours, theirs) in ((None, True), (True, None)):
             continue  # vLLM 0.33's Gemma 3 writes that images are seen as a whole, as transformers computes them
+        if follows_from_class(name, a, b) or follows_from_class(name, b, a):
+            continue
         if name in _SWITCHES and (ours, theirs) in ((None, False), (False, None)):
             continue
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
