@@ -141,7 +141,7 @@ class _Recorder(TorchDispatchMode):
         self.derived: dict[int, tuple[str, torch.Tensor]] = {}
         self.zeroed: set[int] = set()  # storages of tensors that the loader has made, or filled, with zeros
         self.computed_of: dict[int, str] = {}  # by storage: what computes its elements of published ones
-        # By storage: published tensors, or runs of their rows, that the loader has put one below the other.
+        # By storage: runs of rows of published tensors that the loader has put one below the other.
         self.joined: dict[int, list[torch.Tensor]] = {}
         self.clones: list[torch.Tensor] = []  # kept, since tensors are known by their storages
         self.copies: list[TracedCopy] = []
@@ -174,7 +174,8 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
-        if func in MAKES_ZEROS:
+        copies = func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+        if func in MAKES_ZEROS or (copies and storage_id(args[0]) in self.zeroed):
             self.zeroed.add(storage_id(out))
             self.clones.append(out)
             return out
@@ -248,22 +249,28 @@ class _Recorder(TorchDispatchMode):
         return clone
 
     def _joins_rows(self, tensors: list[torch.Tensor], dim: int = 0) -> bool:
-        """Tell whether these are whole published matrices to be put one below the other."""
-        return dim == 0 and all(
-            tensor.ndim == 2
-            and storage_id(tensor) in self.sources
-            and tuple(tensor.shape) == self.sources[storage_id(tensor)][1]
-            for tensor in tensors
-        )
+        """Tell whether these are rows of published matrices, or runs of vectors, to be put one below the other."""
+        return dim == 0 and all(map(self._is_rows, tensors))
+
+    def _is_rows(self, tensor: torch.Tensor) -> bool:
+        """Tell whether this is whole rows of a published matrix that follow one another, a run of a vector, or all of
+        what the loader has joined."""
+        start, parts = int(tensor.storage_offset()), self.joined.get(storage_id(tensor))
+        if parts is not None:
+            rows = sum(part.shape[0] for part in parts)
+            return tensor.is_contiguous() and tuple(tensor.shape) == (rows, *parts[0].shape[1:])
+        shape = self.sources.get(storage_id(tensor), ("", ()))[1]
+        is_like = len(shape) in (1, 2) and tensor.ndim == len(shape) and tuple(tensor.shape[1:]) == shape[1:]
+        return is_like and tensor.is_contiguous() and start % prod(shape[1:]) == 0
 
     def _runs_of_rows(self, tensor: torch.Tensor, size: list[int]) -> list[torch.Tensor]:
-        """Return the runs of rows, or of elements of a vector, that a published tensor of `size` consists of
-        whose rows the loader has put in another order; none if they are not whole rows of one.
+        """Return the runs of rows, or of elements of a vector, that a tensor of `size` consists of, which the loader has
+        made of rows of a published one in another order; none if they are not whole rows of one.
 
         `tensor` has the elements in their new order, and strides as they lie in what is published.
         """
         shape = self.sources.get(storage_id(tensor), ("", ()))[1]
-        if len(shape) not in (1, 2) or tuple(size) != shape:
+        if len(shape) not in (1, 2) or len(size) != len(shape) or tuple(size[1:]) != shape[1:]:
             return []
         width, dims = 1, tensor.ndim
         if len(shape) == 2:
@@ -288,6 +295,7 @@ class _Recorder(TorchDispatchMode):
         return runs
 
     def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        tensors = [part for tensor in tensors for part in self.joined.get(storage_id(tensor), [tensor])]
         rows = sum(tensor.shape[0] for tensor in tensors)
         joined = torch.empty((rows, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device="meta")
         self.joined[storage_id(joined)] = tensors
