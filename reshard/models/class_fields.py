@@ -12,8 +12,9 @@ from typing import Any
 from reshard.models.config_fields import has_no_effect
 from reshard.models.numerics_args import same_value
 
-# In a config that an engine posts, and in each config within it: the fields that transformers' class does not have, each
-# with whether it has the value that the engine's class gives it where a config lacks all of them.
+# In a config that an engine posts, and in each config within it: the fields that transformers' class does not have,
+# each with whether it has the value that the engine's class gives it where a config lacks all of them, but for those of
+# which that is not true.
 OF_ENGINES_CLASS = "_of_engines_class"
 
 
@@ -43,19 +44,22 @@ def _marked(published: dict[str, Any], config: Any, plain: Mapping[str, Any]) ->
 
 def _at_default(published: dict[str, Any], config: Any, plain: Mapping[str, Any]) -> dict[str, bool]:
     names = [name for name in published if name not in plain and not has_no_effect(name)]
-    # Without all of them at once, since a class may make one of another.
-    rest = {name: value for name, value in config.to_dict().items() if name not in names}
-    try:
-        made = type(config).from_dict(rest).to_dict()
-    except Exception:  # a config class checks what it likes, and may need one of them
-        made = {}
-    return {name: name in made and same_value(made[name], published[name]) for name in names}
+    # Without all of them at once, since a class may make one of another; then with those that are something else.
+    kept, marks = set[str](), dict.fromkeys(names, True)
+    for _ in range(2):
+        rest = {key: value for key, value in config.to_dict().items() if key not in names or key in kept}
+        try:
+            made = type(config).from_dict(rest).to_dict()
+        except Exception:  # a config class checks what it likes, and may need one of them
+            made = {}
+        for name in names:
+            marks[name] &= name in made and same_value(made[name], published[name]) and name not in kept
+        kept = {name for name in names if not marks[name]}
+    return marks
 
 
 def follows_from_class(name: str, lacking: Mapping[str, Any], having: Mapping[str, Any]) -> bool:
     """Return True for a field that one of two configs does not have, and that the other's class, an engine's, gives the
-    value that it has there. False if the one that lacks it has another field of that class, not at its default, of
-    which the class may make this one."""
+    value that it has there."""
     marks: Mapping[str, bool] = having.get(OF_ENGINES_CLASS) or {}
-    others = [other for other, at_default in marks.items() if other in lacking and not at_default]
-    return name not in lacking and marks.get(name, False) and not others
+    return name not in lacking and marks.get(name, False)

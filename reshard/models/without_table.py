@@ -207,7 +207,7 @@ class ClassFamily(Family):
     def name_in_memory(self, published: str) -> str:
         """Return the parameter that a published tensor is; the same name for a part of one, and for anything else."""
         saved = self.saved.get(published)
-        if saved is None or saved.shape != saved.parameter_shape:
+        if saved is None or saved.shape != (saved.parameter_shape or (1,)):
             return published
         return saved.parameter
 

@@ -172,7 +172,10 @@ CHANGED = {
     "one more": lambda zeros: zeros + 1,
     "one more in place": lambda zeros: zeros.add_(1),
     "one more in place of several": lambda zeros: (torch._foreach_add_([zeros], 1), zeros)[1],
-    "an element of it": lambda zeros: (zeros.index_fill_(0, torch.tensor([1], device=zeros.device), 1), zeros)[1],
+    "an element of it": lambda zeros: (
+        zeros.index_fill_(0, torch.tensor([1], device=zeros.device), 1),
+        zeros,
+    )[1],
     "through its memory": lambda zeros: (zeros.numpy().__setitem__(1, 1), zeros)[1],
 }
 

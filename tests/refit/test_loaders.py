@@ -20,6 +20,7 @@ CLASSES = (
     "FalconMambaForCausalLM",  # Mamba-1
     "AfmoeForCausalLM",  # fields that vLLM's config class adds
     "MellumForCausalLM",
+    "ApertusForCausalLM",  # single numbers
 )
 
 

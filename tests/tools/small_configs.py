@@ -61,7 +61,8 @@ SIZES: tuple[tuple[str, int], ...] = (
 # The end of a token's field; the number goes on from one to the next.
 TOKEN = re.compile(r".*(?:_token_id|_token_index|_token_ids)|eos_id|bos_id")
 # Of types of configs: what published ones say and the defaults do not. Engines leave the head out, as it is not read.
-OF_TYPE: dict[str, dict] = {"siglip_vision_model": dict(vision_use_head=False)}
+WITHOUT_HEAD = dict(vision_use_head=False)
+OF_TYPE: dict[str, dict] = {"siglip_vision_model": WITHOUT_HEAD, "siglip2_vision_model": WITHOUT_HEAD}
 OF_LFM2 = dict(block_dim=64, block_ff_dim=96, block_multiple_of=32, conv_dim=64, conv_dim_out=64)
 # Of single classes, where their defaults do not fit the sizes above, or engines read fields that they do not have.
 OTHERS: dict[str, dict] = {
@@ -77,7 +78,7 @@ OTHERS: dict[str, dict] = {
     "Glm4MoeLiteForCausalLM": dict(first_k_dense_replace=1),
     "Glm4vForConditionalGeneration": dict(text_config=dict(attention_bias=True)),
     "Glm4vMoeForConditionalGeneration": dict(
-        text_config=dict(head_dim=16, attention_bias=True, first_k_dense_replace=1)
+        text_config=dict(head_dim=16, attention_bias=True, use_qk_norm=False, first_k_dense_replace=1)
     ),
     "Qwen3VLMoeForConditionalGeneration": dict(text_config=dict(norm_topk_prob=True)),
     "HunYuanDenseV1ForCausalLM": dict(head_dim=16, use_qk_norm=True),
@@ -98,6 +99,8 @@ OTHERS: dict[str, dict] = {
     "Lfm2MoeForCausalLM": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
     "NemotronHForCausalLM": dict(n_groups=2),
     "Mamba2ForCausalLM": dict(num_heads=8, head_dim=16),
+    "MellumForCausalLM": dict(use_sliding_window=True, layer_types=["sliding_attention", "full_attention"]),
+    "MiMoV2FlashForCausalLM": dict(hybrid_layer_pattern=[0, 1]),
     "MiniMaxM2ForCausalLM": dict(
         rotary_dim=8,
         scoring_func="sigmoid",

@@ -264,8 +264,8 @@ class _Recorder(TorchDispatchMode):
         return is_like and tensor.is_contiguous() and start % prod(shape[1:]) == 0
 
     def _runs_of_rows(self, tensor: torch.Tensor, size: list[int]) -> list[torch.Tensor]:
-        """Return the runs of rows, or of elements of a vector, that a tensor of `size` consists of, which the loader has
-        made of rows of a published one in another order; none if they are not whole rows of one.
+        """Return the runs of rows, or of elements of a vector, that a tensor of `size` consists of, which the loader
+        has made of rows of a published one in another order; none if they are not whole rows of one.
 
         `tensor` has the elements in their new order, and strides as they lie in what is published.
         """
