@@ -41,7 +41,7 @@ _OF_EXPERTS = re.compile(r"experts\b|_moe\b")
 class SavedTensor(NamedTuple):
     """A tensor of a checkpoint, or a view of one (`reshard.core.views`): its shape, and the `box` that it is of a
     `parameter` of the model, which has the shape `parameter_shape`. Dims of the parameter of which it has one index may
-    be lacking."""
+    be lacking. A single number, a tensor without dims, has the shape of a vector of one."""
 
     shape: tuple[int, ...]
     parameter: str
@@ -160,11 +160,11 @@ def _tensors_of(model: Any, where: str) -> dict[str, SavedTensor]:
                 f"{where}: transformers computes {name} as it saves a {type(model).__name__}, and a refit copies rows: "
                 f"publish it with save_pretrained"
             )
-        if not tensor.ndim:
+        if not tensor.ndim and not tensor.is_floating_point():
             raise ReshardError(
-                f"{where}: {name} is a single number, which no refit moves: publish it with save_pretrained"
+                f"{where}: {name} is a single whole number, which no refit moves: publish it with save_pretrained"
             )
-        tensors |= _apart(name, SavedTensor(tuple(tensor.shape), parameter, shape, box))
+        tensors |= _apart(name, SavedTensor(tuple(tensor.shape) or (1,), parameter, shape, box))
     return tensors
 
 
@@ -192,7 +192,7 @@ def places_of(saved: Mapping[str, SavedTensor]) -> dict[str, str]:
 
 def _place(name: str, saved: SavedTensor) -> str:
     shape, parameter, parameter_shape, (offsets, lengths) = saved
-    if shape == parameter_shape and lengths == shape:
+    if not parameter_shape or (shape == parameter_shape and lengths == shape):
         return parameter
     selections, rest = [], list(shape)
     for size, first, length in zip(parameter_shape, offsets, lengths, strict=True):

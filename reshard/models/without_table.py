@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.boxes import whole
 from reshard.core.errors import ReshardError
 from reshard.core.extras import require
+from reshard.models.class_fields import follows_from_class
 from reshard.models.config_fields import has_no_effect, ignored
 from reshard.models.family import Family, architectures, has_table
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
@@ -35,6 +36,8 @@ _OF_ANY_CLASS = {
 # Switches of what has weights of its own, by whose names and shapes it is known whether it is there: vLLM's config
 # classes write that they are off where transformers' have none.
 _SWITCHES = ("attention_output_gate", "attn_output_gate")
+# Rotary settings that each kind of layer has, where they differ by kind.
+_PER_LAYER = ("rope_theta", "rope_type")
 _Rows = dict[str, str]  # the shapes, as expressions, by the names of rows
 
 
@@ -204,7 +207,7 @@ class ClassFamily(Family):
     def name_in_memory(self, published: str) -> str:
         """Return the parameter that a published tensor is; the same name for a part of one, and for anything else."""
         saved = self.saved.get(published)
-        if saved is None or saved.shape != saved.parameter_shape:
+        if saved is None or saved.shape != (saved.parameter_shape or (1,)):
             return published
         return saved.parameter
 
@@ -236,6 +239,10 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> 
             continue  # vLLM writes what its absence means
         if inside + name == "text_config.is_mm_prefix_lm" and (ours, theirs) in ((None, True), (True, None)):
             continue  # vLLM 0.33's Gemma 3 writes that images are seen as a whole, as transformers computes them
+        if follows_from_class(name, a, b) or follows_from_class(name, b, a):
+            continue
+        if inside.endswith("rope_parameters.") and name in _PER_LAYER and _by_layer(a) and _by_layer(b):
+            continue  # a default of the engine's class beside those that are read
         if name in _SWITCHES and (ours, theirs) in ((None, False), (False, None)):
             continue
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
@@ -243,6 +250,12 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> 
         else:
             different[inside + name] = ours, theirs
     return different
+
+
+def _by_layer(rope: Mapping[str, Any]) -> bool:
+    """Tell whether rotary settings are those of each kind of layer, all of which have their own."""
+    kinds = [value for value in rope.values() if isinstance(value, Mapping)]
+    return bool(kinds) and all(name in kind for kind in kinds for name in _PER_LAYER)
 
 
 def _prefix_of_layers(elements: Mapping[str, int]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.core.boxes import Box
+from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, as_matrix
 from reshard.trainers.fsdp_shards import LocalParameter
@@ -60,6 +60,8 @@ class SavedPieces:
         the middle of what a refit copies as one row."""
         self.check_shape(held)
         pieces = self.pieces[held.name]
+        if not held.shape:  # a single number, as a vector of one
+            return [LocalTensor(0, (1,), (Part(piece.name, whole((1,)), (0,)),)) for piece in pieces]
         if not held.of_experts:
             return [_local_tensor(held, pieces, held.box)]
         first, *rest = zip(*held.box, strict=True)

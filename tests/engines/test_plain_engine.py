@@ -11,7 +11,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.placing.rules import place_by_trace
 from reshard.engines.tracing.stand_ins import stand_ins
-from reshard.engines.tracing.trace import Trace, storage_id, trace_load
+from reshard.engines.tracing.trace import Trace, own_loader, storage_id, trace_load
 from reshard.engines.tracing.views import StoredViews
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.checkpoints import make
@@ -194,6 +194,10 @@ def view_bits(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
     matrix.copy_(tensor.view(torch.int32))
 
 
+def view_joined_bits(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(torch.cat([tensor, tensor]).view(torch.int32)[: len(tensor)])
+
+
 def negate(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
     matrix.copy_(torch._neg_view(tensor))
 
@@ -232,6 +236,7 @@ REFUSED = [
     (swap_data, (8, 6), (8, 6), "puts another tensor in the place of matrix"),
     (swap_parameter, (8, 6), (8, 6), "puts another tensor in the place of matrix"),
     (view_bits, (8, 6), (8, 6), "takes the bits of rows for those of other numbers"),
+    (view_joined_bits, (8, 6), (8, 6), "takes the bits of joined matrices for those of other numbers"),
     (negate, (8, 6), (8, 6), "takes the bits of rows for those of other numbers"),
     (double_joined, (8, 6), (8, 6), "computes with rows by aten.mul_"),
     (double_joined, (48,), (48,), "computes with rows by aten.mul_"),
@@ -292,6 +297,137 @@ def test_what_a_loader_makes_beside_its_parameters_is_refused_and_the_model_goes
         traced(model, write, (8, 6))
     assert vars(model) == before and model.matrix is matrix and model.made.tolist() == [1, 1]
     assert model.inner.weight.device.type == "cpu"
+
+
+def grouped(tensor: torch.Tensor) -> torch.Tensor:
+    """Its rows as Falcon's loader puts them: of each of two groups two queries, a key and a value, by their kinds."""
+    rows = tensor.view(2, 4, -1, *tensor.shape[1:])
+    parts = [rows.narrow(1, first, count) for first, count in ((0, 2), (2, 1), (3, 1))]
+    return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts], dim=0)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("shape", [(48, 6), (48,)], ids=str)
+def test_rows_that_a_loader_sorts_and_joins_are_copied_to_where_it_puts_them(shape, half):
+    stand_in = torch.empty(24, *shape[1:], device="meta")
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            stand_in.copy_(grouped(tensor).narrow(0, 24 * half, 24))
+
+    trace = trace_load("it", load, {"rows": (shape, torch.float32)}, {storage_id(stand_in): "matrix"})
+    rows = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    found = copied(trace, {"rows": rows}, tuple(stand_in.shape))
+    assert torch.equal(found, grouped(rows)[24 * half :][:24])
+    assert not torch.equal(found, rows[24 * half :][:24]), "not sorted"
+
+
+def test_parts_of_rows_that_a_loader_joins_are_refused():
+    stand_in = torch.empty(8, 3, device="meta")
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            stand_in.copy_(torch.cat([tensor[:4, :3], tensor[4:, 3:]]))
+
+    with pytest.raises(ReshardError, match="is not a plain copy"):
+        trace_load("it", load, {"rows": ((8, 6), torch.float32)}, {storage_id(stand_in): "matrix"})
+
+
+ZEROS = {
+    "zeros": lambda key: torch.zeros(key.size(0)),
+    "zeros without memory": lambda key: torch.zeros(key.size(0), device="meta"),
+    "zeros as another": lambda key: torch.zeros_like(key[:, 0]),
+    "new zeros in another dtype": lambda key: key.new_zeros(key.size(0)).to(torch.bfloat16),
+}
+CHANGED = {
+    "one more": lambda zeros: zeros + 1,
+    "one more in place": lambda zeros: zeros.add_(1),
+    "one more in place of several": lambda zeros: (torch._foreach_add_([zeros], 1), zeros)[1],
+    "an element of it": lambda zeros: (
+        zeros.index_fill_(0, torch.tensor([1], device=zeros.device), 1),
+        zeros,
+    )[1],
+    "through its memory": lambda zeros: (zeros.numpy().__setitem__(1, 1), zeros)[1],
+}
+
+
+def load_fused(change, order: tuple[str, ...] = ("q", "k", "v")):
+    """A loader of a fused bias [12], of which keys have none, and the stand-in that it writes into."""
+    stand_in = torch.empty(12, device="meta")
+
+    def load(weights) -> None:
+        parts = dict(weights)
+        parts["k"] = change(parts.pop("k.weight"))
+        for part in order:
+            stand_in.narrow(0, 4 * "qkv".index(part), 4).copy_(parts[part])
+
+    published = {"q": ((4,), torch.float32), "k.weight": ((4, 6), torch.float32), "v": ((4,), torch.float32)}
+    return load, published, {storage_id(stand_in): "qkv.bias"}
+
+
+@pytest.mark.parametrize("make", ZEROS.values(), ids=ZEROS)
+@pytest.mark.parametrize("order", ["qkv", "vkq"])
+def test_zeros_that_a_loader_makes_are_filled_in(make, order):
+    load, published, names = load_fused(make, tuple(order))
+    trace = trace_load("it", load, published, names)
+    assert trace.fills == [("qkv.bias", 4, 4)]
+    assert sorted((copy.name, copy.offset) for copy in trace.copies) == [("q", 0), ("v", 8)]
+    bias = torch.full((12,), torch.nan)
+    placed = place_by_trace("it", trace, {"q": (4,), "v": (4,)}, {"qkv.bias": bias})
+    filled = [local for local in placed.placement.tensors.values() if not local.parts]
+    assert [(local.id, local.shape) for local in filled] == [(("qkv.bias", 4, ""), (4,))]
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_zeros_that_a_loader_changes_are_refused(change):
+    load, published, names = load_fused(lambda key: change(torch.zeros(key.size(0))))
+    with pytest.raises(ReshardError, match="it's loader (changes zeros|writes something else|writes .* of)"):
+        trace_load("it", load, published, names)
+
+
+def test_zeros_over_what_was_copied_are_refused():
+    stand_in = torch.empty(12, device="meta")
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            stand_in.copy_(tensor)
+        stand_in.narrow(0, 4, 2).copy_(torch.zeros(2))
+
+    published = {"bias": ((12,), torch.float32)}
+    with pytest.raises(ReshardError, match="it's loader puts zeros over bias in qkv.bias"):
+        trace_load("it", load, published, {storage_id(stand_in): "qkv.bias"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_parameters_own_loader_computes_is_followed_and_nothing_else(rank):
+    stand_in, published = torch.empty(4, 3, device="meta"), {"A_log": ((8, 3), torch.bfloat16)}
+    names = {storage_id(stand_in): "A"}
+
+    def load(compute, own: bool = True):
+        def own_or_not(weights) -> None:
+            for _, tensor in weights:
+                if own:
+                    with own_loader():
+                        stand_in.copy_(compute(tensor).split(4)[rank])
+                else:
+                    stand_in.copy_(compute(tensor).split(4)[rank])
+
+        return own_or_not
+
+    def decay(log):
+        return -torch.exp(log.float())
+
+    [copy] = trace_load("it", load(decay), published, names, {"A"}).copies
+    assert (copy.box.offsets, copy.box.lengths) == ((4 * rank, 0), (4, 3))
+    for loader, computed in (
+        (load(decay, own=False), {"A"}),
+        (load(decay), ()),
+        (load(lambda log: -torch.exp(log)), {"A"}),  # which rounds to bf16, unlike of a tensor in fp32
+        (load(lambda log: decay(log) * 2), {"A"}),
+        (load(lambda log: decay(log).cumsum(0)), {"A"}),
+    ):
+        with pytest.raises(ReshardError, match="into A, which is not a plain copy"):
+            trace_load("it", loader, published, names, computed)
 
 
 @pytest.mark.parametrize(("places", "lengths", "whole"), HALVES.values(), ids=HALVES)

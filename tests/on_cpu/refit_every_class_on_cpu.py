@@ -33,7 +33,18 @@ def short(error: BaseException) -> str:
 
 def judge(rank: int, sides: dict, checkpoints: list[str], options: dict) -> tuple[str, str]:
     """Return an outcome, and what is said: of a refit from the second checkpoint into an engine made of the first."""
-    _, _, members = start(rank, sides)
+    return judged(start(rank, sides)[2], checkpoints, checkpoints[1], options)
+
+
+def judge_each(rank: int, sides: dict, cases: dict[str, tuple[list[str], str]]) -> dict[str, tuple[str, str]]:
+    """The same of several classes, each of two checkpoints and that of the trainer, with TP 2."""
+    members = start(rank, sides)[2]
+    return {name: judged(members, *case, {"tp": 2}) for name, case in cases.items()}
+
+
+def judged(members, checkpoints: list[str], trained: str, options: dict) -> tuple[str, str]:
+    """Return an outcome, and what is said: of a refit from what is `trained` into an engine made of the first
+    checkpoint, which is to hold what the second has."""
     torch.distributed.barrier()  # one that ends at once would leave the other alone before both have met
     build, engine_class = engine_of()
     if build is into_vllm:
@@ -42,7 +53,7 @@ def judge(rank: int, sides: dict, checkpoints: list[str], options: dict) -> tupl
         with_answers()
     # First, since vLLM changes transformers' classes where it serves a model by them.
     try:
-        source = FsdpModel(sharded(checkpoints[1]))
+        source = FsdpModel(sharded(trained))
     except ReshardError as error:
         return "refused", str(error)
     except Exception as error:

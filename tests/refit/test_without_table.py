@@ -24,7 +24,7 @@ from reshard.trainers import FsdpModel
 from tests import install_sglang_cpu
 from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
-from tests.tools.model_classes import CLASSES, SIZES, WITH_TOWER, config_of, make
+from tests.tools.model_classes import CLASSES, SIZES, WITH_TOWER, config_of, make, save
 
 # Which the engine's loader transposes, and what is said of them: no rows of the engine's are rows of theirs.
 TURNED = {
@@ -408,10 +408,29 @@ def test_heads_of_other_sizes_than_the_default_are_those_of_the_config():
     assert saved_tensors(name, config, name)["score.weight"].shape == (5, 64)
 
 
-def test_a_class_with_numbers_among_its_weights_is_refused():
-    config = transformers.ApertusConfig(**SIZES).to_dict() | {"architectures": ["ApertusForCausalLM"]}
-    with pytest.raises(ReshardError, match="is a single number, which no refit moves"):
+def test_a_class_with_whole_numbers_among_its_weights_is_refused():
+    name = "GraniteSpeechForConditionalGeneration"
+    config = transformers.GraniteSpeechConfig().to_dict() | {"architectures": [name]}
+    with pytest.raises(
+        ReshardError, match="num_batches_tracked is a single whole number, which no refit moves"
+    ):
         any_model(config)
+
+
+def test_a_number_among_weights_is_a_vector_of_one_for_refits_and_refused_in_files(tmp_path):
+    name = "ApertusForCausalLM"
+    config = transformers.ApertusConfig(**SIZES)
+    config.architectures = [name]
+    saved = saved_tensors(name, config.to_dict(), name)
+    beta = saved["model.layers.0.mlp.act_fn.beta"]
+    assert (beta.shape, beta.parameter_shape) == ((1,), ())
+    save(tmp_path, config)
+    [stored] = [load_file(path) for path in tmp_path.glob("*.safetensors")]
+    assert stored["model.layers.0.mlp.act_fn.beta"].shape == ()
+    with pytest.raises(
+        ReshardError, match="act_fn.beta is a single number, which a refit moves, but what reads"
+    ):
+        digest(tmp_path)
 
 
 def test_a_change_in_place_is_no_view(monkeypatch):

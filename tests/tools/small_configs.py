@@ -60,18 +60,54 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 # The end of a token's field; the number goes on from one to the next.
 TOKEN = re.compile(r".*(?:_token_id|_token_index|_token_ids)|eos_id|bos_id")
-# Of single classes, where their defaults do not fit the sizes above.
+# Of types of configs: what published ones say and the defaults do not. Engines leave the head out, as it is not read.
+WITHOUT_HEAD = dict(vision_use_head=False)
+OF_TYPE: dict[str, dict] = {"siglip_vision_model": WITHOUT_HEAD, "siglip2_vision_model": WITHOUT_HEAD}
+OF_LFM2 = dict(block_dim=64, block_ff_dim=96, block_multiple_of=32, conv_dim=64, conv_dim_out=64)
+# Of single classes, where their defaults do not fit the sizes above, or engines read fields that they do not have.
 OTHERS: dict[str, dict] = {
     "PhiForCausalLM": dict(num_key_value_heads=4, intermediate_size=256),
     "FalconForCausalLM": dict(ffn_hidden_size=256),
-    "DeepseekV2ForCausalLM": dict(topk_method="greedy", first_k_dense_replace=1),
-    "DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1),
+    "DeepseekV2ForCausalLM": dict(
+        topk_method="greedy", first_k_dense_replace=1, n_group=1, topk_group=1, num_key_value_heads=4
+    ),
+    "DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1, num_key_value_heads=4),
+    "DeepseekV32ForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1, num_key_value_heads=4),
+    "GlmMoeDsaForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1, num_key_value_heads=4),
     "Glm4MoeForCausalLM": dict(head_dim=16, first_k_dense_replace=1),
     "Glm4MoeLiteForCausalLM": dict(first_k_dense_replace=1),
-    "HunYuanDenseV1ForCausalLM": dict(head_dim=16),
-    "HunYuanMoEV1ForCausalLM": dict(head_dim=16),
+    "Glm4vForConditionalGeneration": dict(text_config=dict(attention_bias=True)),
+    "Glm4vMoeForConditionalGeneration": dict(
+        text_config=dict(head_dim=16, attention_bias=True, use_qk_norm=False, first_k_dense_replace=1)
+    ),
+    "Qwen3VLMoeForConditionalGeneration": dict(text_config=dict(norm_topk_prob=True)),
+    "HunYuanDenseV1ForCausalLM": dict(head_dim=16, use_qk_norm=True),
+    "HunYuanMoEV1ForCausalLM": dict(head_dim=16, use_qk_norm=True),
+    "KimiLinearForCausalLM": dict(
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        mla_use_nope=True,
+        first_k_dense_replace=1,
+        linear_attn_config=dict(
+            head_dim=32, num_heads=4, short_conv_kernel_size=4, kda_layers=[1], full_attn_layers=[2]
+        ),
+    ),
+    "Lfm2ForCausalLM": OF_LFM2 | dict(layer_types=["conv", "full_attention"]),
+    "Lfm2VlForConditionalGeneration": dict(
+        text_config=OF_LFM2 | dict(layer_types=["conv", "full_attention"])
+    ),
+    "Lfm2MoeForCausalLM": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "NemotronHForCausalLM": dict(n_groups=2),
     "Mamba2ForCausalLM": dict(num_heads=8, head_dim=16),
-    "MiniMaxM2ForCausalLM": dict(rotary_dim=8),
+    "MellumForCausalLM": dict(use_sliding_window=True, layer_types=["sliding_attention", "full_attention"]),
+    "MiMoV2FlashForCausalLM": dict(hybrid_layer_pattern=[0, 1]),
+    "MiniMaxM2ForCausalLM": dict(
+        rotary_dim=8,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        use_qk_norm=True,
+        qk_norm_type="per_layer",
+    ),
     "NemotronForCausalLM": dict(num_key_value_heads=2),
     "FalconH1ForCausalLM": dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_n_groups=1),
 }
@@ -112,4 +148,15 @@ def small_config(kind: type, numbers: Iterator[int], name: str = "") -> transfor
         if actual is transformers.AutoConfig or sub is None:
             continue
         parts[part] = small_config(actual, numbers).to_dict()
-    return kind(**(small_fields(default, numbers) | parts | OTHERS.get(name, {})))
+    of_type = OF_TYPE.get(getattr(kind, "model_type", ""), {})
+    return kind(**merged(small_fields(default, numbers) | parts | of_type, OTHERS.get(name, {})))
+
+
+def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with others in their places, those of a part among the part's."""
+    inner = {
+        name: merged(fields[name], value)
+        for name, value in changes.items()
+        if isinstance(value, dict) and isinstance(fields.get(name), dict)
+    }
+    return fields | changes | inner

@@ -8,6 +8,8 @@ published tensor belongs where.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any, NamedTuple
 
@@ -67,7 +69,8 @@ def trace_load(
 
     `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`. Into
     those named in `computed`, which the engine makes anew after a refit, it may compute something, or copy
-    another parameter, which is not recorded. `engine` names the engine in errors. Raises ReshardError, naming
+    another parameter, which is not recorded; inside `own_loader` also something of a published tensor, element by
+    element, which is recorded as a copy. `engine` names the engine in errors. Raises ReshardError, naming
     the parameter, if the loader computes something instead of copying, and if it fails.
     """
     tensors = {
@@ -90,6 +93,27 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+_in_own_loader: ContextVar[bool] = ContextVar("in_own_loader", default=False)
+
+
+@contextmanager
+def own_loader() -> Iterator[None]:
+    """Inside, the loader of a parameter that the engine makes anew runs: what it computes of a published tensor,
+    element by element, it computes again of what a refit has written."""
+    token = _in_own_loader.set(True)
+    try:
+        yield
+    finally:
+        _in_own_loader.reset(token)
+
+
+# What makes a tensor of zeros, and what computes each element of a tensor from that element alone.
+MAKES_ZEROS = (
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.new_zeros.default,
+)
+ELEMENT_BY_ELEMENT = (torch.ops.aten.exp.default, torch.ops.aten.neg.default)
 # Dtypes that have each value of another.
 WIDER = {
     torch.bfloat16: (torch.bfloat16, torch.float32),
@@ -115,8 +139,9 @@ class _Recorder(TorchDispatchMode):
         self.sources = {storage_id(tensor): (name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         self.parameters = parameters
         self.derived: dict[int, tuple[str, torch.Tensor]] = {}
-        self.zeroed: set[int] = set()  # storages of tensors of which the loader has made zeros
-        # By storage: published tensors, or runs of their rows, that the loader has put one below the other.
+        self.zeroed: set[int] = set()  # storages of tensors that the loader has made, or filled, with zeros
+        self.computed_of: dict[int, str] = {}  # by storage: what computes its elements of published ones
+        # By storage: runs of rows of published tensors that the loader has put one below the other.
         self.joined: dict[int, list[torch.Tensor]] = {}
         # By storage, kept, since tensors are known by these: what lies in another order than the loader may believe.
         self.clones: dict[int, torch.Tensor] = {}
@@ -140,6 +165,8 @@ class _Recorder(TorchDispatchMode):
             return self._clone(args[0], args[0].dtype)
         if func is torch.ops.aten._to_copy.default and self._widens(args[0], **(kwargs or {})):
             return self._clone(args[0], (kwargs or {})["dtype"])
+        if func in ELEMENT_BY_ELEMENT and self._follows(args[0]):
+            return self._compute(func, args[0])
         if func is torch.ops.aten._unsafe_view.default and not args[0].is_contiguous():
             runs = self._runs_of_rows(*args)
             if runs:
@@ -154,6 +181,11 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
+        copies = func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+        if func in MAKES_ZEROS or (copies and storage_id(args[0]) in self.zeroed):
+            self.zeroed.add(storage_id(out))
+            self.clones[storage_id(out)] = out
+            return out
         if isinstance(out, torch.Tensor) and not func.is_view:
             # A new tensor made of a canonical one: a copy of it could not be traced to a box.
             for arg in args:
@@ -179,6 +211,7 @@ class _Recorder(TorchDispatchMode):
             for written in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(written, torch.Tensor):
                     self._check_not_computed(func, storage_id(written))
+                    self.zeroed.discard(storage_id(written))
 
     def _check_not_computed(self, func: Any, written: int) -> None:
         name = self.parameters.get(written)
@@ -194,6 +227,19 @@ class _Recorder(TorchDispatchMode):
                 f"{self.engine}'s loader computes with {source[0]} by {func}, which is not a plain copy: refit does "
                 f"not support it"
             )
+
+    def _follows(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a parameter's own loader computes something of this tensor, a published one in fp32: in another
+        dtype it would round otherwise than of what a refit has written."""
+        storage = storage_id(tensor)
+        is_published = storage in self.sources and storage not in self.zeroed
+        return _in_own_loader.get() and is_published and tensor.dtype is torch.float32
+
+    def _compute(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a tensor each of whose elements `func` makes of one of a published one."""
+        out = self._clone(tensor, tensor.dtype)
+        self.computed_of[storage_id(out)] = f"{func} of {self.sources[storage_id(tensor)][0]}"
+        return out
 
     def _widens(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> bool:
         """Tell whether a published tensor is put into a dtype that has each of its values."""
@@ -211,25 +257,33 @@ class _Recorder(TorchDispatchMode):
         self.sources[storage_id(clone)] = self.sources[source]
         if source in self.zeroed:
             self.zeroed.add(storage_id(clone))
+        if source in self.computed_of:
+            self.computed_of[storage_id(clone)] = self.computed_of[source]
         return clone
 
     def _joins_rows(self, tensors: list[torch.Tensor], dim: int = 0) -> bool:
-        """Tell whether these are whole published matrices to be put one below the other."""
-        return dim == 0 and all(
-            tensor.ndim == 2
-            and storage_id(tensor) in self.sources
-            and tuple(tensor.shape) == self.sources[storage_id(tensor)][1]
-            for tensor in tensors
-        )
+        """Tell whether these are rows of published matrices, or runs of vectors, to be put one below the other."""
+        return dim == 0 and all(map(self._is_rows, tensors))
+
+    def _is_rows(self, tensor: torch.Tensor) -> bool:
+        """Tell whether this is whole rows of a published matrix that follow one another, a run of a vector, or all of
+        what the loader has joined."""
+        start, parts = int(tensor.storage_offset()), self.joined.get(storage_id(tensor))
+        if parts is not None:
+            rows = sum(part.shape[0] for part in parts)
+            return tensor.is_contiguous() and tuple(tensor.shape) == (rows, *parts[0].shape[1:])
+        shape = self.sources.get(storage_id(tensor), ("", ()))[1]
+        is_like = len(shape) in (1, 2) and tensor.ndim == len(shape) and tuple(tensor.shape[1:]) == shape[1:]
+        return is_like and tensor.is_contiguous() and start % prod(shape[1:]) == 0
 
     def _runs_of_rows(self, tensor: torch.Tensor, size: list[int]) -> list[torch.Tensor]:
-        """Return the runs of rows, or of elements of a vector, that a published tensor of `size` consists of
-        whose rows the loader has put in another order; none if they are not whole rows of one.
+        """Return the runs of rows, or of elements of a vector, that a tensor of `size` consists of, which the loader
+        has made of rows of a published one in another order; none if they are not whole rows of one.
 
         `tensor` has the elements in their new order, and strides as they lie in what is published.
         """
         shape = self.sources.get(storage_id(tensor), ("", ()))[1]
-        if len(shape) not in (1, 2) or tuple(size) != shape:
+        if len(shape) not in (1, 2) or len(size) != len(shape) or tuple(size[1:]) != shape[1:]:
             return []
         width, dims = 1, tensor.ndim
         if len(shape) == 2:
@@ -254,11 +308,12 @@ class _Recorder(TorchDispatchMode):
         return runs
 
     def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        tensors = [part for tensor in tensors for part in self.joined.get(storage_id(tensor), [tensor])]
         rows = sum(tensor.shape[0] for tensor in tensors)
         joined = torch.empty((rows, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device="meta")
         # As they are now: the loader may make zeros of one later.
         self.joined[storage_id(joined)] = [self._clone(tensor, tensor.dtype) for tensor in tensors]
-        self.clones[storage_id(joined)] = joined
+        self.clones[storage_id(joined)], self.dtypes[storage_id(joined)] = joined, joined.dtype
         return joined
 
     def _copy_joined(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -266,6 +321,7 @@ class _Recorder(TorchDispatchMode):
         each of them."""
         like = self.joined[storage_id(src)][0]
         width = like.shape[1] if like.ndim == 2 else 1
+        self._check_numbers(src, "joined matrices", self._parameter(dst))
         if src.shape != dst.shape or src.stride() != ((width, 1) if like.ndim == 2 else (1,)):
             raise ReshardError(
                 f"{self.engine}'s loader turns or spreads joined matrices on the way into "
@@ -282,6 +338,14 @@ class _Recorder(TorchDispatchMode):
                 self._copy(dst[low - start : high - start], part)
             first += tensor.shape[0]
 
+    def _check_numbers(self, src: torch.Tensor, name: str, parameter: str) -> None:
+        """Raise ReshardError if the bits of a tensor are taken for those of other numbers."""
+        if src.dtype != self.dtypes[storage_id(src)] or src.is_neg():
+            raise ReshardError(
+                f"{self.engine}'s loader takes the bits of {name} for those of other numbers on the way into "
+                f"{parameter}: refit does not support it"
+            )
+
     def _parameter(self, dst: torch.Tensor) -> str:
         name = self.parameters.get(storage_id(dst))
         if name is None:
@@ -292,9 +356,10 @@ class _Recorder(TorchDispatchMode):
 
     def _published(self, src: torch.Tensor, parameter: str) -> tuple[str, tuple[int, ...]]:
         """Return name and shape of the canonical tensor that `src` is a view of."""
-        source = self.sources.get(storage_id(src))
-        if source is None:
-            computed = self.derived.get(storage_id(src), ("something else than a published tensor", src))[0]
+        source, computed = self.sources.get(storage_id(src)), self.computed_of.get(storage_id(src))
+        if source is None or (computed is not None and parameter not in self.computed):
+            unknown = "something else than a published tensor", src
+            computed = computed or self.derived.get(storage_id(src), unknown)[0]
             raise ReshardError(
                 f"{self.engine}'s loader writes {computed} into {parameter}, which is not a plain copy: "
                 f"refit does not support it"
@@ -310,14 +375,13 @@ class _Recorder(TorchDispatchMode):
             return
         if parameter in self.computed and storage_id(src) in self.parameters:
             return  # made of another parameter
+        if storage_id(src) in self.zeroed and storage_id(src) not in self.sources:
+            self._fill_with(dst, src)
+            return
         name, shape = self._published(src, parameter)
         if src.shape != dst.shape:
             raise turned(self.engine, name, parameter)
-        if src.dtype != self.dtypes[storage_id(src)] or src.is_neg():
-            raise ReshardError(
-                f"{self.engine}'s loader takes the bits of {name} for those of other numbers on the way into "
-                f"{parameter}: refit does not support it"
-            )
+        self._check_numbers(src, name, parameter)
         if storage_id(src) in self.zeroed:
             self._fill(dst, 0)
             return
@@ -342,6 +406,21 @@ class _Recorder(TorchDispatchMode):
         box = Box(offsets, view.lengths)
         self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), pitch, name, box))
 
+    def _fill_with(self, dst: torch.Tensor, zeros: torch.Tensor) -> None:
+        """Record a copy of zeros that the loader has made itself. Raises ReshardError if it has changed them since, or
+        puts them over something that it has copied before."""
+        parameter, first = self._parameter(dst), int(dst.storage_offset())
+        if zeros.device.type != "meta" and bool(zeros.count_nonzero()):
+            raise ReshardError(
+                f"{self.engine}'s loader changes zeros that it has made for {parameter}: refit does not support it"
+            )
+        for copy in self.copies:
+            if copy.parameter == parameter and copy.offset < first + dst.numel() and first < _end(copy):
+                raise ReshardError(
+                    f"{self.engine}'s loader puts zeros over {copy.name} in {parameter}: refit does not support it"
+                )
+        self._fill(dst, 0)
+
     def _fill(self, dst: torch.Tensor, value: Any) -> None:
         source = self.sources.get(storage_id(dst))
         if source is not None and value == 0 and tuple(dst.shape) == source[1]:
@@ -354,6 +433,15 @@ class _Recorder(TorchDispatchMode):
             )
         if dst.numel():
             self.fills.append(TracedFill(parameter, int(dst.storage_offset()), dst.numel()))
+
+
+def _end(copy: TracedCopy) -> int:
+    """Return an offset in the parameter behind all elements that a copy writes."""
+    if copy.strides:
+        steps = zip(copy.box.lengths, copy.strides, strict=True)
+        return copy.offset + sum((length - 1) * stride for length, stride in steps) + 1
+    rows, *row = copy.box.lengths
+    return copy.offset + (rows - 1) * (copy.pitch or prod(row)) + prod(row)
 
 
 def turned(engine: str, name: str, parameter: str) -> ReshardError:

@@ -67,8 +67,8 @@ def has_cache(module: Any) -> bool:
 
 
 def decays_of(module: Any) -> Any:
-    """Return the parameter ``A`` of a Mamba-2 layer, which vLLM's loader computes; None for other modules."""
-    is_mamba = type(module).__name__ == "MambaMixer2"
+    """Return the parameter ``A`` of a Mamba layer, which vLLM's loader computes; None for other modules."""
+    is_mamba = type(module).__name__ in ("MambaMixer", "MambaMixer2")
     return module.A if is_mamba and hasattr(module.A, "weight_loader") else None
 
 

@@ -72,6 +72,7 @@ from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_mode
 from reshard.engines.vllm.weights.supported import check_supported
 from reshard.engines.vllm.weights.tower import tower_in
 from reshard.engines.vllm.weights.twins import beside_parameters, facts_of_layers, methods_of_layers
+from reshard.models.class_fields import with_class_fields
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.models.without_table import ClassFamily, any_model
@@ -115,6 +116,10 @@ class VllmModel(LiveEngine):
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         with in_config(config):  # vLLM may have changed transformers' class
             self.model = any_model(self.hf_config, f"vLLM's config of {config.model_config.model}")
+        if isinstance(self.model.family, ClassFamily):
+            self.hf_config = with_class_fields(
+                self.hf_config, config.model_config.hf_config, self.model.family.architecture
+            )
         self.draft = draft_model(worker)
         self._announce_mtp()
         drafts_by_mtp = is_mtp(self.draft, self.model)

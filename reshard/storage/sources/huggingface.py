@@ -205,6 +205,11 @@ class HuggingFaceSource(Source):
             if name not in stored:
                 continue
             tensor = stored[name]
+            if not tensor.shape and shape == (1,):
+                raise ReshardError(
+                    f"{self.path}: {name} is a single number, which a refit moves, but what reads and writes files "
+                    f"does not: publish it with save_pretrained"
+                )
             if tensor.shape != shape:
                 raise ReshardError(
                     f"{self.path}: {name} has shape {list(tensor.shape)}, expected "

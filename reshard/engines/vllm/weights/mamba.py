@@ -34,10 +34,11 @@ def decays(model: Served, before: Mapping[str, Decay]) -> dict[str, Decay]:
 
 def load_decay(decay: Decay, tp: int, into: Any = None) -> None:
     """Let vLLM's loader make ``A`` of what a refit has written. It takes the part of this one of `tp` ranks,
-    which is the same from wherever it is taken."""
+    which is the same from wherever it is taken. It is given one in host memory, as of a file: of Mamba-1 it computes
+    before it copies, and a GPU rounds an exponential otherwise."""
     parameter = decay.parameter if into is None else into
     with torch.no_grad():
-        decay.parameter.weight_loader(parameter, decay.log.repeat(tp))
+        decay.parameter.weight_loader(parameter, decay.log.cpu().repeat(tp, *(1,) * (decay.log.ndim - 1)))
 
 
 def stale_decay(decay: Decay, tp: int) -> bool:

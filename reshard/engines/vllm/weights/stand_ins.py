@@ -1,14 +1,14 @@
 """The trace of vLLM's loader: its ``load_weights`` run on stand-ins for its parameters
 (`reshard.engines.tracing.trace`)."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from reshard.engines.tracing import stand_ins
 from reshard.engines.tracing.deduplicated import ExpertLayer
-from reshard.engines.tracing.trace import Canonical, Trace, trace_load
+from reshard.engines.tracing.trace import Canonical, Trace, own_loader, trace_load
 from reshard.engines.vllm.adapters.wrappers import without_adapters
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.quantized.layers import plain_templates
@@ -25,7 +25,20 @@ def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collecti
     in_place = stand_ins.stand_ins(model, loading_templates, plain_templates, bound_to)
     load: Any = getattr(model.load_weights, "unwatched", model.load_weights)  # a trace writes no weights
     with without_adapters(model), in_place as parameters:
+        for name in computed:
+            stand_in: Any = model.get_parameter(name)
+            stand_in.weight_loader = _marked(stand_in.weight_loader)
         return trace_load("vLLM", load, canonical, parameters, computed)
+
+
+def _marked(loader: Callable[..., None]) -> Callable[..., None]:
+    """Return a parameter's loader as one that a trace knows to be run again of what a refit writes."""
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        with own_loader():
+            loader(*args, **kwargs)
+
+    return load
 
 
 def layer_fingerprint(model: torch.nn.Module, layer: ExpertLayer) -> tuple:
