@@ -25,9 +25,10 @@ def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collecti
     in_place = stand_ins.stand_ins(model, loading_templates, plain_templates, bound_to)
     load: Any = getattr(model.load_weights, "unwatched", model.load_weights)  # a trace writes no weights
     with without_adapters(model), in_place as parameters:
-        for name in computed:
-            stand_in: Any = model.get_parameter(name)
-            stand_in.weight_loader = _marked(stand_in.weight_loader)
+        stand_in: Any
+        for name, stand_in in model.named_parameters():
+            if name in computed:
+                stand_in.weight_loader = _marked(stand_in.weight_loader)
         return trace_load("vLLM", load, canonical, parameters, computed)
 
 
