@@ -97,6 +97,11 @@ def save(
         _check_same_model(tensors, own_tensors(right), str(old), str(new))
         _check_same_config(left, right, str(old), str(new))
         exists = target.exists
+        if exists and target.base.drafter is not None:
+            raise ReshardError(
+                f"{target.where} has a drafter ({target.base.drafter.name}), and delta save compares models alone: "
+                f"versions of it come from a trainer that has both (DeltaWriter); give a new chain for the model alone"
+            )
         deltas = target.deltas() if exists else []
         if exists:
             check_tensors(target.base, tensors, str(old), target.where)
