@@ -306,6 +306,7 @@ def show(chain: str | Path) -> dict[str, Any]:
             "chain": opened.where,
             "base": base.name,
             "digest": base.digest,
+            "digest_of_model": base.of_model().digest,
             "drafter": None if base.drafter is None else base.drafter.name,
             "tensors": len(base.tensors),
             "elements": base.elements,
@@ -319,6 +320,7 @@ def show(chain: str | Path) -> dict[str, Any]:
                     "bytes": delta.bytes,
                     "files": len(delta.files),
                     "digest": delta.after,
+                    "digest_of_model": delta.of_model,
                 }
                 for delta in deltas
             ],

@@ -16,19 +16,18 @@ from reshard.engines.vllm.live import VllmModel
 from reshard.live.delta_writer import DeltaWriter
 from reshard.trainers import FsdpModel, WithDrafter
 from reshard.trainers.megatron import MegatronModel
-from tests.on_cpu.delta_on_cpu import Workers
 from tests.on_cpu.refit_drafters_on_cpu import CHANGES, assign, served
 from tests.on_cpu.sleeping_on_cpu import of_both, worker_of
 from tests.on_cpu.vllm_on_cpu import build
 from tests.starting.ranks import caught
-from tests.tools.chains import forge, spoil
+from tests.tools.chains import Workers, forge, spoil
 from tests.tools.drafters import load_drafter
 from tests.tools.refit_sides import trainer
 
 
 class Trained:
-    """A model and a drafter on all ranks, of directories that may change: under FSDP2, or with `flags` Megatron's model,
-    whose directories are pairs of both formats, and a drafter that is whole on the last rank alone."""
+    """A model and a drafter on all ranks, of directories that may change: under FSDP2, or with `flags` Megatron's, and
+    a drafter that is whole on the last rank alone. Models have a directory of either format."""
 
     def __init__(self, models: list, drafters: list[str], flags: list[str] | None) -> None:
         self.models, self.drafters, self.flags = models, drafters, flags
@@ -42,7 +41,9 @@ class Trained:
         self.both = WithDrafter(self.alone, self.drafter) if self.has_drafter else self.alone
 
     def _policy(self, number: int) -> torch.nn.Module:
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.models[number][0], dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.models[number][0], dtype=torch.bfloat16
+        )
         return self._sharded(model)
 
     def _drafter(self, number: int) -> torch.nn.Module:
@@ -88,9 +89,7 @@ def follow(
     held = Trained(models, drafters, flags)
     names = [hf for hf, _ in models]
     outcome: dict = {"nameless": caught(lambda: DeltaWriter(held.both, names[0], chain))}
-    outcome["wrong base"] = caught(
-        lambda: DeltaWriter(held.both, names[0], chain, drafter_base=drafters[1])
-    )
+    outcome["wrong base"] = caught(lambda: DeltaWriter(held.both, names[0], chain, drafter_base=drafters[1]))
     outcome["nothing yet"] = not Path(chain).exists()
     writer = DeltaWriter(held.both, names[0], chain, drafter_base=drafters[0])
     outcome["kept"] = writer.kept_bytes
@@ -135,26 +134,31 @@ def follow(
         said[case] = caught(lambda case=case: apply_deltas(Workers(reader), f"{folder}/{case}", verify=True))
         said[case] = said[case], reader.ready, of_both(*other[1:]) == before
 
-    # Engines that draft by another drafter, or by none, and a chain without one.
-    other = served([names[0], drafters[1]], **engine)
-    reader = VllmModel.from_worker(other[0])
-    before = of_both(*other[1:])
-    said["another"] = caught(lambda: apply_deltas(Workers(reader), chain))
-    said["another"] = said["another"], reader.ready, of_both(*other[1:]) == before
+    # Engines that draft by another drafter, by one of another version, or by none; and a chain without one.
+    def refused(name: str, made: tuple) -> tuple:
+        reader, before = VllmModel.from_worker(made[0]), of_both(*made[1:])
+        text = caught(lambda: apply_deltas(Workers(reader), chain))
+        said[name] = text, reader.ready, of_both(*made[1:]) == before
+        return made
+
+    refused("another", served([names[0], drafters[3]], **engine))
     plain, config = build(names[0], **engine)
-    reader = VllmModel.from_worker(worker_of(plain, config))
-    said["none"] = caught(lambda: apply_deltas(Workers(reader), chain)), reader.ready, True
+    refused("none", (worker_of(plain, config), plain, None))
+    worker, module, draft = refused("mixed", served([names[0], drafters[1]], **engine))
 
     alone = DeltaWriter(held.alone, names[0], f"{folder}/alone")
     outcome["alone has one"] = caught(lambda: DeltaWriter(held.both, names[0], f"{folder}/alone"))
     held.load(1, 1)
     alone.save(1)
-    reader = VllmModel.from_worker(other[0])
-    outcome["alone"] = apply_deltas(Workers(reader), f"{folder}/alone", verify=True), reader.ready
-    now, then = of_both(*other[1:]), expected(1, 1)
-    outcome["alone wrong"] = sorted(name for name in then if now[name] != then[name])
-    outcome["left"] = [account.how for account in reader.accounts.values() if account.what == "left alone"]
-    outcome["cross"] = caught(lambda: apply_deltas(workers, f"{folder}/alone")), wrong(*steps[-1])
+    reader = VllmModel.from_worker(worker)
+    outcome["alone"] = (
+        apply_deltas(Workers(reader), f"{folder}/alone", verify=True),
+        wrong(1, 1),
+        reader.ready,
+    )
+    hows = {account.how for account in reader.accounts.values() if account.what == "left alone"}
+    outcome["left"] = sorted(how for how in hows if "drafter" in how)
+    outcome["taken up"] = apply_deltas(Workers(reader), chain, verify=True), wrong(*steps[-1])
     return outcome
 
 

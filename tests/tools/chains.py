@@ -1,12 +1,38 @@
-"""Chains of deltas that are spoiled in one place."""
+"""Chains of deltas on their way into engines of the ranks at hand, and ones that are spoiled in one place."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
 import xxhash
 
+from reshard.engines.workers.delta_methods import DeltaMethods
 from reshard.formats import safetensors
+from reshard.refit.engine import Engine
+
+
+class Workers(DeltaMethods):
+    """A rank's worker, and the engine of all of them as `apply_deltas` calls it."""
+
+    def __init__(self, side: Engine) -> None:
+        self.side, self.emptied, self.called = side, 0, []
+
+    def _reshard_engine_side(self) -> Engine:
+        return self.side
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        self.called.append(method)
+        answers: list = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, getattr(self, method)(*args))
+        return answers
+
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        self.emptied += running
+        return True
+
+    def reshard_delta_workers(self) -> list:
+        return [dist.get_world_size(), ""]
 
 
 def spoil(chain: Path, prefix: str = "drafter.", version: int | None = None) -> None:
