@@ -102,7 +102,8 @@ class DeltaWriter:
 
             team.together(describe)
             [(published, self.local, self.local_drafter)] = described
-            check_same_options(team, "deltas", {"the digest of the config": published.digest})
+            options = {"the digest of the config": published.digest, "drafter_base": str(drafter_base)}
+            check_same_options(team, "deltas", options)
             inventory = take_inventory(team, self.local, published)
             self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
             self.config = published.path  # for a Megatron base without one of its own
