@@ -129,8 +129,8 @@ def _check_drafter(chain: Chain, held: str, of_drafter: str) -> None:
         )
     if without(held, of_drafter) in models:
         raise ReshardError(
-            f"the engine holds the model of one version of {chain.where} and the drafter of another: load the base "
-            f"({chain.base.name}) and its drafter ({drafter.name}) into it first"
+            f"the engine holds the model of one version of {chain.where} and the drafter of another: start it again "
+            f"with the base ({chain.base.name}) and its drafter ({drafter.name})"
         )
 
 
@@ -145,9 +145,11 @@ def written(chain: Chain, target: int, after: str, session: str, verify: bool, w
             is_same, why = False, f" ({error})"
         if not is_same:
             yield "reshard_delta_invalidate", (None,)
-            raise ReshardError(
-                f"the engine does not hold version {target} of {chain.where}{why}: load the base anew"
-            )
+            drafter = chain.base.drafter
+            again = "load the base anew"
+            if drafter is not None:  # which an engine may not load again with its model
+                again = f"start it again with the base and its drafter ({drafter.name})"
+            raise ReshardError(f"the engine does not hold version {target} of {chain.where}{why}: {again}")
     return True
 
 

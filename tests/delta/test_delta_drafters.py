@@ -77,6 +77,8 @@ def test_an_engine_follows_a_model_and_its_drafter_or_takes_neither(
         ):
             said, ready, as_it_was = of["said"][case]
             assert sentence in said and (ready, as_it_was) == (serves, serves), (case, said)
+        is_ready, said = of["reloaded"]
+        assert not is_ready and "a drafter that is not whole" in said, said
         assert "was begun without a drafter, and the trainer has one" in of["alone has one"]
         assert of["alone"] == (1, [], True) and len(of["left"]) == 1, "its own, as it was loaded"
         assert of["taken up"] == (last, [])

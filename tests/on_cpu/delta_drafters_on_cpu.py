@@ -134,6 +134,12 @@ def follow(
         said[case] = caught(lambda case=case: apply_deltas(Workers(reader), f"{folder}/{case}", verify=True))
         said[case] = said[case], reader.ready, of_both(*other[1:]) == before
 
+    # vLLM loads the model's weights itself then, which leaves a drafter as it is: forged.
+    runner = other[0].model_runner
+    runner.reset_mm_cache = runner.reset_encoder_cache = lambda: None  # which the stand-in for a runner lacks
+    other[0].reload_weights()
+    outcome["reloaded"] = reader.ready, caught(lambda: apply_deltas(Workers(reader), chain))
+
     # Engines that draft by another drafter, by one of another version, or by none; and a chain without one.
     def refused(name: str, made: tuple) -> tuple:
         reader, before = VllmModel.from_worker(made[0]), of_both(*made[1:])
