@@ -61,6 +61,13 @@ def save_command(old: str, new: str, chain: str, as_json: bool, **options: Any) 
 @click.option("--version", type=_VERSION, help="Version to write (default: the newest; 0: the base).")
 @_HF_CONFIG
 @click.option("--max-shard-size", help="Largest safetensors file, such as 5GB.")
+@click.option(
+    "--drafter",
+    nargs=2,
+    type=PathOrHubId(),
+    metavar="BASE DST",
+    help="Of a chain with a drafter, write that too: from the directory with which it began, to another.",
+)
 @run_options
 def apply_command(base: str, chain: str, destination: str, as_json: bool, **options: Any) -> None:
     """Write a version of CHAIN to DESTINATION, a Hugging Face directory. BASE is the checkpoint, of either
@@ -84,12 +91,20 @@ def show_command(chain: str, as_json: bool) -> None:
     if as_json:
         print_json(contents)
         return
+    named = contents["base"]
+    if contents["drafter"] is not None:
+        named += f" with drafter {contents['drafter']}"
     click.echo(
-        f"base: {contents['base']}, {contents['tensors']} tensors, {size(contents['weights_bytes'])}, "
-        f"digest {contents['digest']}"
+        f"base: {named}, {contents['tensors']} tensors, {size(contents['weights_bytes'])}, {_digests(contents)}"
     )
     for delta in contents["deltas"]:
         click.echo(
             f"version {delta['version']}: {delta['changed']:,} elements changed ({delta['density']:.2%}), "
-            f"{size(delta['bytes'])}, digest {delta['digest']}"
+            f"{size(delta['bytes'])}, {_digests(delta)}"
         )
+
+
+def _digests(shown: dict[str, Any]) -> str:
+    """Return the digest of all weights, and that of the model's where a drafter is beside it."""
+    all_weights, of_model = f"digest {shown['digest']}", f"of the model {shown['digest_of_model']}"
+    return all_weights if shown["digest"] == shown["digest_of_model"] else f"{all_weights}, {of_model}"

@@ -10,7 +10,6 @@ Several ranks may have written one file each of a version.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from reshard.delta.manifests import (
     delta_of,
     fields_of,
     fields_of_base,
+    fields_of_delta,
     manifest_of,
     manifests_in,
 )
@@ -118,7 +118,7 @@ class Chain:
                     f"{self.where} lacks {delta_name(delta.follows)}, which {delta_name(delta.version)} "
                     "follows: bring it back, or begin a new chain with reshard delta save"
                 )
-            if delta.chain != self.base.chain:
+            if delta.chain != self.base.chain or bool(delta.drafter) != (self.base.drafter is not None):
                 raise ReshardError(
                     f"{place} is of another chain ({delta.chain}, not {self.base.chain}): bring the right "
                     "one back, or begin a new chain with reshard delta save"
@@ -218,7 +218,7 @@ class Chain:
         name = f"{delta_name(delta.version)}.json"
         if name in self.store.names():
             raise ReshardError(f"{self.where} has version {delta.version} already: give a higher one")
-        self._publish(asdict(delta) | {"chain": self.base.chain}, name, scratch)
+        self._publish(fields_of_delta(delta, self.base.chain), name, scratch)
 
     def _publish(self, fields: dict[str, Any], name: str, scratch: Path) -> None:
         path = scratch / name
@@ -306,6 +306,8 @@ def show(chain: str | Path) -> dict[str, Any]:
             "chain": opened.where,
             "base": base.name,
             "digest": base.digest,
+            "digest_of_model": base.of_model().digest,
+            "drafter": None if base.drafter is None else base.drafter.name,
             "tensors": len(base.tensors),
             "elements": base.elements,
             "weights_bytes": sum(info.size_bytes for info in base.tensors.values()),
@@ -318,6 +320,7 @@ def show(chain: str | Path) -> dict[str, Any]:
                     "bytes": delta.bytes,
                     "files": len(delta.files),
                     "digest": delta.after,
+                    "digest_of_model": delta.of_model,
                 }
                 for delta in deltas
             ],

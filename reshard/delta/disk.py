@@ -1,6 +1,7 @@
 """Deltas between checkpoints: what changed from one to the next is added to a chain, and a chain is applied to
 its base. Either format, read a few megabytes at a time."""
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from reshard.delta.files import RecordWriter
 from reshard.delta.manifests import Base, Delta, delta_name
 from reshard.delta.records import RECORD_BYTES, row_box
 from reshard.delta.source import DeltaSource, own_tensors
+from reshard.delta.stored_drafter import written_beside
 from reshard.digests.numbers import seed_of, start_of, sum_rows, text_of, total_of
 from reshard.megatron.configs import config_differences
 from reshard.models.config_fields import check_ignored
@@ -97,6 +99,11 @@ def save(
         _check_same_model(tensors, own_tensors(right), str(old), str(new))
         _check_same_config(left, right, str(old), str(new))
         exists = target.exists
+        if exists and target.base.drafter is not None:
+            raise ReshardError(
+                f"{target.where} has a drafter ({target.base.drafter.name}), and delta save compares models alone: "
+                f"versions of it come from a trainer that has both (DeltaWriter); give a new chain for the model alone"
+            )
         deltas = target.deltas() if exists else []
         if exists:
             check_tensors(target.base, tensors, str(old), target.where)
@@ -229,6 +236,7 @@ def apply(
     version: int | None = None,
     hf_config: str | Path | None = None,
     max_shard_size: str | int | None = None,
+    drafter: tuple[str | Path, str | Path] | None = None,
     overwrite: bool = False,
     resume: bool = False,
     sync: bool = True,
@@ -240,6 +248,9 @@ def apply(
 
     `base` is the checkpoint with which the chain was begun, of either format. Before anything is written all is
     read once, and has to have the digests that the chain says. The other options are those of `mcore_to_hf`.
+
+    Of a chain with a drafter this writes the model, and says so. With `drafter`, the directory of the checkpoint with
+    which the drafter began and one to write, it writes the drafter of the same version there too: both, or neither.
 
     Raises ReshardError, and leaves no destination, where a delta is missing, altered or out of order, or the
     base is another.
@@ -261,4 +272,22 @@ def apply(
             team.together(lambda: source.check(workers) if team.process == 0 else None)
         newest = deltas[-1].version if deltas else 0
         name = f"{base} + {opened.where} to version {newest}"
-        return to_hf("delta-apply", source, name, destination, None, shard_bytes, team, options)
+        publish: list[Callable[[], None]] = []
+
+        def write_drafter() -> None:
+            if drafter is not None and team.process == 0:
+                written = written_beside(drafter, destination, opened, source.deltas, options)
+                publish.append(stack.enter_context(written))
+
+        team.together(write_drafter)
+        report = to_hf("delta-apply", source, name, destination, None, shard_bytes, team, options)
+        for each in publish:
+            each()
+        if drafter is not None and not dry_run:
+            report.notices.append(f"wrote the drafter of the same version: {drafter[1]}")
+        elif drafter is None and opened.base.drafter is not None:
+            report.notices.append(
+                f"the chain has a drafter ({opened.base.drafter.name}), which this does not write: --drafter BASE DST "
+                f"writes it too, from the checkpoint with which it began"
+            )
+        return report

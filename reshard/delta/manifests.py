@@ -2,14 +2,15 @@
 
 A manifest is JSON with a checksum of its own. That of the base lists the tensors, that of a version says which one
 it follows, the digest of all weights before and after it (`reshard.digests.numbers`), and size and checksum of its
-files.
+files. A chain that has a drafter beside the model says so in all of them, which have a format of their own: whoever
+does not know of drafters refuses it.
 """
 
 import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import xxhash
 
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
+from reshard.digests.numbers import text_of
 from reshard.formats.small_files import a_name, whole_numbers
+from reshard.models.drafters import DRAFTER
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.manifest import CHECKSUM, printable
 
-FORMAT = 4
+FORMAT, WITH_DRAFTER = 4, 5  # of chains of a model alone, and of a model and its drafter
 BASE = "base.json"
 _MANIFEST = re.compile(r"delta-(\d{6,13})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -62,15 +65,41 @@ class File:
 
 
 @dataclass(frozen=True)
+class BaseDrafter:
+    """The drafter that a chain begins with: `name` is what it was called when the chain was begun, `digest` that of its
+    tensors by their canonical names, `config` its ``config.json``, empty if the trainer has none."""
+
+    name: str
+    digest: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Base:
     """The weights that a chain begins with: `name` is what it was called when the chain was begun, `tensors`
     are canonical ones that repeat no other. `chain` is drawn when a chain begins, and in each of its
-    versions: two chains may agree in their first ones."""
+    versions: two chains may agree in their first ones. Where there is a `drafter`, `tensors` and `digest` are of both,
+    and the names of its tensors begin with `DRAFTER`."""
 
     name: str
     digest: str
     tensors: dict[str, TensorInfo]
     chain: str = field(default_factory=lambda: secrets.token_hex(16))
+    drafter: BaseDrafter | None = None
+
+    def of_model(self) -> "Base":
+        """Return the base of the model alone."""
+        if self.drafter is None:
+            return self
+        tensors = {name: info for name, info in self.tensors.items() if not name.startswith(DRAFTER)}
+        return Base(self.name, without(self.digest, self.drafter.digest), tensors, self.chain)
+
+    def of_drafter(self) -> "Base | None":
+        """Return the base of the drafter alone, whose tensors keep their canonical names; None without one."""
+        if self.drafter is None:
+            return None
+        tensors = {name: info for name, info in self.tensors.items() if name.startswith(DRAFTER)}
+        return Base(self.drafter.name, self.drafter.digest, tensors, self.chain)
 
     @property
     def elements(self) -> int:
@@ -81,7 +110,8 @@ class Base:
 @dataclass(frozen=True)
 class Delta:
     """One version of a chain, whose identity is `chain` once it is there: `before` and `after` are digests of
-    all weights, `changed` counts elements."""
+    all weights, `changed` counts elements. `drafter` is the digest of the drafter's tensors after it; empty in a chain
+    without one."""
 
     version: int
     follows: int
@@ -90,11 +120,26 @@ class Delta:
     changed: int
     files: list[File] = field(default_factory=list)
     chain: str = ""
+    drafter: str = ""
+
+    @property
+    def of_model(self) -> str:
+        """The digest of the model's weights after it, without the drafter's."""
+        return without(self.after, self.drafter) if self.drafter else self.after
 
     @property
     def bytes(self) -> int:
         """Bytes of its files."""
         return sum(file.bytes for file in self.files)
+
+
+def without(digest: str, part: str) -> str:
+    """Return the digest of what is left of weights without a part of their tensors.
+
+    >>> without("0000000000000001", "0000000000000003")
+    'fffffffffffffffe'
+    """
+    return text_of(int(digest, 16) - int(part, 16))
 
 
 def manifest_of(fields: Mapping[str, Any]) -> str:
@@ -111,10 +156,11 @@ def fields_of(manifest: bytes, place: str) -> dict[str, Any]:
     except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise ReshardError(f"{place} is truncated, or no manifest of a delta: bring it back") from error
     written = fields.get("format")
-    if written != FORMAT:
+    if type(written) is not int or written not in (FORMAT, WITH_DRAFTER):
         is_older = type(written) is int and written < FORMAT
         hint = "begin a new chain with reshard delta save" if is_older else "update reshard"
-        raise ReshardError(f"{place} has format {written!r:.40}, and this reshard reads {FORMAT}: {hint}")
+        reads = f"{FORMAT} and {WITH_DRAFTER}"
+        raise ReshardError(f"{place} has format {written!r:.40}, and this reshard reads {reads}: {hint}")
     if checksum != _checksum(fields):
         raise ReshardError(f"{place} was altered after it was written: bring it back, or begin a new chain")
     return fields
@@ -127,7 +173,11 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 def fields_of_base(base: Base) -> dict[str, Any]:
     """Return the fields of a base's manifest."""
     tensors = {n: {"dtype": info.dtype.name, "shape": list(info.shape)} for n, info in base.tensors.items()}
-    return {"name": printable(base.name), "chain": base.chain, "digest": base.digest, "tensors": tensors}
+    fields = {"name": printable(base.name), "chain": base.chain, "digest": base.digest, "tensors": tensors}
+    if base.drafter is None:
+        return fields
+    drafter = asdict(base.drafter) | {"name": printable(base.drafter.name)}
+    return fields | {"format": WITH_DRAFTER, "drafter": drafter}
 
 
 def base_of(fields: dict[str, Any], place: str) -> Base:
@@ -142,19 +192,48 @@ def base_of(fields: dict[str, Any], place: str) -> Base:
     is_base = isinstance(fields.get("name"), str) and _is_digest(fields.get("digest")) and _is_identity(chain)
     if not tensors or not is_base:
         raise ReshardError(f"{place} is not the base of a chain of deltas")
-    return Base(fields["name"], fields["digest"], tensors, str(chain))
+    return Base(fields["name"], fields["digest"], tensors, str(chain), _drafter_of(fields, tensors, place))
+
+
+def _drafter_of(fields: dict[str, Any], tensors: Mapping[str, TensorInfo], place: str) -> BaseDrafter | None:
+    """Return the drafter of a base's manifest; None for the format without one."""
+    if fields.get("format") != WITH_DRAFTER:
+        return None
+    of_drafter = [name.startswith(DRAFTER) for name in tensors]
+    entry: Any = fields.get("drafter")
+    sound = (
+        isinstance(entry, dict)
+        and entry.keys() == {"name", "digest", "config"}
+        and isinstance(entry["name"], str)
+        and _is_digest(entry["digest"])
+        and isinstance(entry["config"], dict)
+    )
+    if not sound or not any(of_drafter) or all(of_drafter):
+        raise ReshardError(f"{place} is not the base of a chain of deltas: its drafter is malformed")
+    return BaseDrafter(entry["name"], entry["digest"], entry["config"])
+
+
+def fields_of_delta(delta: Delta, chain: str) -> dict[str, Any]:
+    """Return the fields of the manifest of a version of the chain with this identity."""
+    fields = asdict(delta) | {"chain": chain}
+    drafter = fields.pop("drafter")
+    return fields | ({"format": WITH_DRAFTER, "drafter": drafter} if drafter else {})
 
 
 def delta_of(fields: dict[str, Any], place: str) -> Delta:
     """Return the version that a manifest describes. Raises ReshardError for fields that describe none."""
     numbers = [fields.get(key) for key in ("version", "follows", "changed")]
     digests, files = [fields.get(key) for key in ("before", "after")], fields.get("files")
+    with_drafter = fields.get("format") == WITH_DRAFTER
+    drafter = fields.get("drafter") if with_drafter else ""
     are_right = all(map(_is_digest, digests)) and _is_identity(fields.get("chain"))
+    are_right = are_right and (not with_drafter or _is_digest(drafter))
     if not whole_numbers(numbers) or not are_right or not isinstance(files, list):
         raise ReshardError(f"{place} is not the manifest of a delta")
     version, follows, changed = numbers
     before, after = map(str, digests)
-    return Delta(version, follows, before, after, changed, _files_of(files, place), fields["chain"])
+    named = _files_of(files, place)
+    return Delta(version, follows, before, after, changed, named, fields["chain"], str(drafter))
 
 
 def _files_of(entries: list[Any], place: str) -> list[File]:

@@ -34,14 +34,16 @@ def own_tensors(source: Source) -> dict[str, TensorInfo]:
 
 class DeltaSource(DerivedSource):
     """The tensors of `base` as they are after these deltas of a chain, in the dtypes of the chain: a trainer
-    may hold some in fp32 that its checkpoint has in bf16. Raises ReshardError if the base has others."""
+    may hold some in fp32 that its checkpoint has in bf16. A drafter is left out. Raises ReshardError if the base has
+    others."""
 
     kind = "delta"
 
     def __init__(self, base: Source, chain: Chain, deltas: list[Delta]) -> None:
-        check_tensors(chain.base, own_tensors(base), str(base.path), chain.where, may_widen=True)
+        self.begun = chain.base.of_model()
+        check_tensors(self.begun, own_tensors(base), str(base.path), chain.where, may_widen=True)
         super().__init__(base)
-        self.tensors = {name: chain.base.tensors[base.copies.get(name, name)] for name in base.tensors}
+        self.tensors = {name: self.begun.tensors[base.copies.get(name, name)] for name in base.tensors}
         self.chain = chain
         self.delta_files = OpenFiles()
         self.deltas = [DeltaFiles(chain, delta, self.delta_files) for delta in deltas]
@@ -51,13 +53,13 @@ class DeltaSource(DerivedSource):
     def check(self, workers: int | None = None, progress: Progress | None = None) -> None:
         """Raise ReshardError unless the base's weights, and those after each delta, have the digests that the
         chain says. Everything is read and decoded once, and nothing is kept."""
-        sizes = {name: info.size_bytes for name, info in self.chain.base.tensors.items()}
+        sizes = {name: info.size_bytes for name, info in self.begun.tensors.items()}
         parts = run_jobs(sizes, self._digests, workers, progress)
         sums = [total_of(of_tensor[i] for of_tensor in parts.values()) for i in range(len(self.deltas) + 1)]
-        base, where = self.chain.base, self.chain.where
+        base, where = self.begun, self.chain.where
         check_digest(base, text_of(sums[0]), str(self.path), where)
         for number, files in enumerate(self.deltas, 1):
-            if text_of(total_of(sums[: number + 1])) != files.delta.after:
+            if text_of(total_of(sums[: number + 1])) != files.delta.of_model:
                 raise ReshardError(
                     f"{where}: version {files.delta.version} does not give the weights that it says: begin a new chain"
                 )
@@ -111,7 +113,7 @@ class DeltaSource(DerivedSource):
 
     def identity(self) -> tuple[list[Any], list[Any]]:
         contents, places = self.base.identity()
-        return [*contents, [self.chain.base.digest, *(files.delta.after for files in self.deltas)]], places
+        return [*contents, [self.begun.digest, *(files.delta.of_model for files in self.deltas)]], places
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

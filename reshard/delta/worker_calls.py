@@ -6,7 +6,7 @@ from typing import Any
 from reshard.comm.fronts import EMPTY_CACHES, IS_PAUSED, PAUSE, RESUME, Calls, Front
 from reshard.core.errors import ReshardError, UntouchedError, listed
 from reshard.delta.chain import Chain
-from reshard.delta.manifests import Base, Delta
+from reshard.delta.manifests import Base, Delta, without
 from reshard.digests.numbers import text_of, total_of
 from reshard.digests.parts import numbers_of
 
@@ -86,18 +86,20 @@ def prepared(
 ) -> Calls:
     """Yield the calls after which workers have all that leads to a version whose weights have a digest, the last of
     which `waits` for that or comes again; return whether they serve other weights yet."""
-    serves = _digest(chain.base, checked((yield "reshard_delta_digests", (chain.where, session)), workers))
+    answers = checked((yield "reshard_delta_digests", (chain.where, session)), workers)
+    serves, of_drafter = _digests(chain.base, answers)
     if serves == after:
         return False
-    _check_forward(chain, chain.deltas(target), serves, target)
+    _check_forward(chain, chain.deltas(target), serves, of_drafter, target)
     checked((yield "reshard_delta_prepare", (session, serves, target, after, pending_bytes)), workers)
     while [False] in checked((yield "reshard_delta_prepared", (session, waits)), workers):
         yield WAIT, (LOOK_SECONDS,)
     return True
 
 
-def _check_forward(chain: Chain, deltas: list[Delta], held: str, target: int) -> None:
-    """Raise ReshardError unless weights with digest `held` are the base or a version before the target."""
+def _check_forward(chain: Chain, deltas: list[Delta], held: str, of_drafter: str, target: int) -> None:
+    """Raise ReshardError unless weights with digest `held`, of which the drafter's have their own, are the base or a
+    version before the target."""
     if held in {chain.base.digest, *(delta.after for delta in deltas)}:
         return
     newer = [delta.version for delta in chain.deltas() if delta.after == held]
@@ -106,10 +108,30 @@ def _check_forward(chain: Chain, deltas: list[Delta], held: str, target: int) ->
             f"the engine holds version {newer[-1]} of {chain.where}, and goes forward only: to go back to "
             f"version {target}, call roll_back if it came from there, or load the base or an older version first"
         )
+    _check_drafter(chain, held, of_drafter)
     raise ReshardError(
         f"the engine holds weights with digest {held}, which are neither the base of {chain.where} ({chain.base.name}) "
         f"nor a version up to {target}: load the base into it first"
     )
+
+
+def _check_drafter(chain: Chain, held: str, of_drafter: str) -> None:
+    """Raise ReshardError if weights that are in no version of a chain would be with its drafter, or with its model."""
+    drafter, versions = chain.base.drafter, chain.deltas()
+    if drafter is None:
+        return
+    models = {chain.base.of_model().digest, *(delta.of_model for delta in versions)}
+    drafters = {drafter.digest, *(delta.drafter for delta in versions)}
+    if without(held, of_drafter) in models and of_drafter not in drafters:
+        raise ReshardError(
+            f"the engine drafts by another drafter than that of {chain.where} (digest {of_drafter}): start it with the "
+            f"one with which the chain was begun ({drafter.name})"
+        )
+    if without(held, of_drafter) in models:
+        raise ReshardError(
+            f"the engine holds the model of one version of {chain.where} and the drafter of another: start it again "
+            f"with the base ({chain.base.name}) and its drafter ({drafter.name})"
+        )
 
 
 def written(chain: Chain, target: int, after: str, session: str, verify: bool, workers: int) -> Calls:
@@ -118,14 +140,16 @@ def written(chain: Chain, target: int, after: str, session: str, verify: bool, w
     if verify:
         answers = yield "reshard_delta_digests", (chain.where, session, True)
         try:
-            is_same, why = _digest(chain.base, checked(answers, workers)) == after, ""
+            is_same, why = _digests(chain.base, checked(answers, workers))[0] == after, ""
         except ReshardError as error:  # it is written, so nobody is as before
             is_same, why = False, f" ({error})"
         if not is_same:
             yield "reshard_delta_invalidate", (None,)
-            raise ReshardError(
-                f"the engine does not hold version {target} of {chain.where}{why}: load the base anew"
-            )
+            drafter = chain.base.drafter
+            again = "load the base anew"
+            if drafter is not None:  # which an engine may not load again with its model
+                again = f"start it again with the base and its drafter ({drafter.name})"
+            raise ReshardError(f"the engine does not hold version {target} of {chain.where}{why}: {again}")
     return True
 
 
@@ -209,8 +233,11 @@ def held(front: Front, writing: Calls) -> Calls:
     return result
 
 
-def _digest(base: Base, answers: list[Any]) -> str:
-    """Return the digest of an engine's weights, of what all of its workers say of their boxes. Raises ReshardError if
-    they lack a part, or replicas of one differ."""
+def _digests(base: Base, answers: list[Any]) -> tuple[str, str]:
+    """Return the digest of an engine's weights, and that of a drafter's among them, of what all of its workers say of
+    their boxes; the second is that of nothing where the chain has none. Raises ReshardError if they lack a part, or
+    replicas of one differ."""
     hint = f"a chain reaches engines that hold all tensors of its base; load {base.name} into it again"
-    return text_of(total_of(numbers_of(base.tensors, answers, "the engine", hint).values()))
+    numbers, drafter = numbers_of(base.tensors, answers, "the engine", hint), base.of_drafter()
+    of_drafter = (numbers[name] for name in (drafter.tensors if drafter is not None else ()))
+    return text_of(total_of(numbers.values())), text_of(total_of(of_drafter))

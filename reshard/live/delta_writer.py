@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +17,28 @@ from reshard.core.gc import gc_paused
 from reshard.delta.chain import Chain, check_tensors, next_version
 from reshard.delta.disk import DeltaReport
 from reshard.delta.files import RecordWriter
-from reshard.delta.manifests import Base, Delta, File, delta_name
+from reshard.delta.manifests import Base, BaseDrafter, Delta, File, delta_name
 from reshard.delta.records import RECORD_BYTES, encode_box
 from reshard.delta.source import own_tensors
+from reshard.delta.stored_drafter import StoredDrafter
 from reshard.device.live_boxes import LiveBox, Slab, slabs_of
 from reshard.device.staging import numpy_view
 from reshard.device.stored import published
 from reshard.digests.numbers import bits_of, seed_of, start_of, start_total, sum_rows, text_of, total_of
 from reshard.live.begun_save import BegunSave, Kept, Packed
 from reshard.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
+from reshard.live.drafter import LocalDrafter, take_drafter
 from reshard.live.inventory import take_inventory
 from reshard.live.local_boxes import LocalBoxes
 from reshard.live.local_part import local_boxes
 from reshard.live.published_model import PublishedModel
+from reshard.models.drafters import DRAFTER
 from reshard.storage.io.casts import cast, float_dtype
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.opening import open_source
 from reshard.storage.sources.paths import HF_FILES, locate
+from reshard.trainers.drafter import WithDrafter
 from reshard.trainers.fsdp import FsdpModel
 
 if TYPE_CHECKING:
@@ -54,17 +59,22 @@ class DeltaWriter:
     given and is not on this host is only noted, as the name of what the model holds. `dtype`, such as ``bf16``, is the
     chain's where the model holds another one.
 
+    Of a `reshard.trainers.WithDrafter` each version brings the model and the drafter. A new chain then begins with
+    `drafter_base`, the checkpoint that the drafter holds now, which is as `base` is. Ranks that hold nothing of the
+    drafter give the model alone; all give the same `drafter_base`.
+
     Raises ReshardError on every rank where the models are not that of `hf_config`, or hold other weights than
-    the newest version of the chain, or than the base of a new one.
+    the newest version of the chain, or than the base of a new one, or the drafter does.
     """
 
     def __init__(
         self,
-        models: "Models | FsdpModel",
+        models: "Models | FsdpModel | WithDrafter",
         hf_config: str | Path | PublishedModel,
         chain: str | Path,
         *,
         base: str | Path | None = None,
+        drafter_base: str | Path | None = None,
         make_vocab_size_divisible_by: int = 128,
         metadata: Mapping[str, Any] | None = None,
         dtype: str | None = None,
@@ -73,39 +83,67 @@ class DeltaWriter:
             target = float_dtype(dtype)
         name = None if target is None else target.name
         self.chain = Chain(chain)
-        self.digest = ""
+        self.digest = self.digest_of_drafter = ""  # the second of its part, empty without one
         self.kept: list[Kept] = []
         self.is_closed = False
         self._begun: BegunSave | None = None  # the last
         with keyword_style_errors(), gc_paused(), open_team("deltas") as team:
-            described: list[tuple[PublishedModel, LocalBoxes]] = []
+            described: list[tuple[PublishedModel, LocalBoxes, LocalDrafter | None]] = []
 
             def describe() -> None:
-                published = PublishedModel.read(hf_config)
-                local = local_boxes(models, metadata)
+                published, drafter = PublishedModel.read(hf_config), None
+                of_model = models.trainer if isinstance(models, WithDrafter) else models
+                local = local_boxes(of_model, metadata)  # type: ignore[arg-type]
                 local.find_boxes(published.model, make_vocab_size_divisible_by, name)
-                described.append((published, local))
+                if isinstance(models, WithDrafter):
+                    drafter = LocalDrafter(models.drafter)
+                    drafter.find_boxes(published.model, dtype=name)
+                described.append((published, local, drafter))
 
             team.together(describe)
-            [(published, self.local)] = described
-            check_same_options(team, "deltas", {"the digest of the config": published.digest})
+            [(published, self.local, self.local_drafter)] = described
+            options = {"the digest of the config": published.digest, "drafter_base": str(drafter_base)}
+            check_same_options(team, "deltas", options)
             inventory = take_inventory(team, self.local, published)
             self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
             self.config = published.path  # for a Megatron base without one of its own
             self.numbers = team.scatter(inventory.assigned_numbers(team.size))
+            self._add_drafter(team)
             self._follow(team)
             named: list[tuple[str, Path | None]] = []
             team.together(lambda: named.append(_base_of(hf_config, published, base, self.chain.exists)))
-            self._begin(team, *named[0])
+            self._begin(team, *named[0], None if drafter_base is None else str(drafter_base))
 
-    def _begin(self, team: Team, name: str, directory: Path | None) -> None:
+    def _add_drafter(self, team: Team) -> None:
+        """Find what all ranks hold of the drafter, and which of it this rank writes."""
+        inventory = take_drafter(team, self.local_drafter)
+        self.drafter = None if inventory is None else inventory.declared
+        self.numbers_of_drafter: dict[str, list[int]] = {}
+        if inventory is None:
+            return
+        alike = sorted(name for name in self.tensors if name.startswith(DRAFTER))
+        if alike:
+            raise ReshardError(
+                f"the model's {listed(alike, 3)} would be taken for its drafter's: give the model without the drafter"
+            )
+        self.tensors |= inventory.tensors
+        self.numbers_of_drafter = team.scatter(inventory.assigned_numbers(team.size))
+
+    def _begin(self, team: Team, name: str, directory: Path | None, drafter: str | None) -> None:
         """Keep the weights as they are, and begin the chain with them, or see that it ends with them. The base is known
-        by its name, and by the directory of its weights where these are on this host."""
+        by its name, and by the directory of its weights where these are on this host; that of the `drafter` by its
+        name."""
         self.kept = [Kept(slab, bits) for slab, bits in self._numbers()]
-        parts = team.together(lambda: sum(self._digest_of(kept) for kept in self.kept))
-        self.digest = text_of(total_of([start_total(self.tensors), *parts]))
+        parts = team.together(
+            lambda: [sum(map(self._digest_of, self.kept)), sum(map(self._digest_of, self._kept_of_drafter()))]
+        )
+        self.digest = text_of(total_of([start_total(self.tensors), *(whole for whole, _ in parts)]))
+        if self.drafter is not None:
+            starts = start_total({name: info for name, info in self.tensors.items() if _is_drafters(name)})
+            self.digest_of_drafter = text_of(total_of([starts, *(part for _, part in parts)]))
 
         exists = run_on_first(team, lambda: self.chain.exists)
+        begun = run_on_first(team, lambda: self._check_drafter(exists, drafter))
         if not exists and directory is not None:
             self._check_base(team, directory)
 
@@ -115,13 +153,64 @@ class DeltaWriter:
                 return
             with self.chain.store.writing() as scratch:
                 self.chain.check_end(None)
-                self.chain.begin(Base(name, self.digest, self.tensors), scratch)
+                base = Base(name, self.digest, self.tensors)
+                self.chain.begin(replace(base, drafter=begun and BaseDrafter(**begun)), scratch)
 
         run_on_first(team, begin)
+
+    def _kept_of_drafter(self) -> list[Kept]:
+        return [kept for kept in self.kept if _is_drafters(kept.slab.live_box.name)]
+
+    def _check_drafter(self, exists: bool, base: str | None) -> dict[str, Any] | None:
+        """Return what a new chain says of the drafter that it begins with, whose checkpoint is the `base`. Raises
+        ReshardError where that has other weights than the trainer's, or the chain that exists another drafter."""
+        if exists:
+            self._check_drafter_of_chain()
+            return None
+        if self.drafter is None:
+            if base is not None:
+                raise ReshardError(
+                    f"drafter_base= is {base}, and the trainer has no drafter: give WithDrafter(trainer, drafter)"
+                )
+            return None
+        if base is None:
+            raise ReshardError(
+                "a chain that begins with a drafter needs the name of that: give drafter_base= the checkpoint that the "
+                "drafter holds now, as a directory, or by its name, which is believed"
+            )
+        if os.path.isdir(base):
+            with closing(StoredDrafter(Path(base))) as stored, stored.unchanged():
+                digest = stored.digest(
+                    {name: info for name, info in self.tensors.items() if _is_drafters(name)},
+                    "the trainer's drafter",
+                )
+            if digest != self.digest_of_drafter:
+                raise ReshardError(
+                    f"the trainer's drafter holds other weights than {base} (digest {self.digest_of_drafter}, not "
+                    f"{digest}): give drafter_base= the checkpoint that it holds now"
+                )
+        return {"name": base, "digest": self.digest_of_drafter, "config": self.drafter.config}
+
+    def _check_drafter_of_chain(self) -> None:
+        """Raise ReshardError unless the chain has the drafter that the trainer has, or none as the trainer."""
+        begun, where = self.chain.base.drafter, self.chain.where
+        if (begun is None) != (self.drafter is None):
+            raise ReshardError(
+                f"{where} was begun without a drafter, and the trainer has one: give a directory for a new chain, or "
+                f"the model without its drafter"
+                if begun is None
+                else f"{where} has a drafter ({begun.name}), and the trainer has none: give WithDrafter(trainer, "
+                f"drafter), or a directory for a new chain"
+            )
+        if begun is not None and self.drafter is not None:
+            self.drafter.check_config(begun.config, where)
 
     def _check_base(self, team: Team, directory: Path) -> None:
         """Raise ReshardError on every rank unless the checkpoint in a directory has the weights with which the chain
         begins. Each rank reads some of its tensors."""
+
+        begun = self._of_model()
+        tensors = begun.tensors
 
         def digest() -> int:
             with closing(
@@ -129,7 +218,7 @@ class DeltaWriter:
             ) as source:
                 stored = own_tensors(source)
                 lacking = [
-                    n for n, info in self.tensors.items() if n not in stored or stored[n].shape != info.shape
+                    n for n, info in tensors.items() if n not in stored or stored[n].shape != info.shape
                 ]
                 if lacking:
                     raise ReshardError(
@@ -138,17 +227,22 @@ class DeltaWriter:
                     )
                 with source.unchanged():
                     return sum(
-                        _digest_of_stored(source, name, self.tensors[name])
-                        for name in sorted(self.tensors)[team.process :: team.size]
+                        _digest_of_stored(source, name, tensors[name])
+                        for name in sorted(tensors)[team.process :: team.size]
                     )
 
         base_digest = text_of(total_of(team.together(digest)))
-        if base_digest != self.digest:
+        if base_digest != begun.digest:
             raise ReshardError(
-                f"the trainer's model holds other weights than {directory} (digest {self.digest}, not "
+                f"the trainer's model holds other weights than {directory} (digest {begun.digest}, not "
                 f"{base_digest}), so a chain that begins with them could not be applied to that: give base= the "
                 "checkpoint that the model holds now"
             )
+
+    def _of_model(self) -> Base:
+        """Return the weights as they are, without the drafter's."""
+        drafter = BaseDrafter("", self.digest_of_drafter, {}) if self.drafter is not None else None
+        return Base("", self.digest, self.tensors, drafter=drafter).of_model()
 
     def _check_newest(self, deltas: list[Delta]) -> None:
         """Raise ReshardError unless this model's weights are those of the chain's newest version."""
@@ -241,22 +335,27 @@ class DeltaWriter:
             scratch = self._scratch(team, stack)
             written = team.together(lambda: self._write(team, scratch, number, follows, packed))
             run_on_first(team, lambda: self.chain.check_end(follows))
-            own, _, _ = written[team.process]
-            after = text_of(int(self.digest, 16) + total_of(change for _, _, change in written))
-            files = [File(*file) for file, _, _ in written if file]
-            delta = Delta(number, follows, self.digest, after, sum(n for _, n, _ in written), files)
+            own = written[team.process][0]
+            after = text_of(int(self.digest, 16) + total_of(change for _, _, change, _ in written))
+            of_drafter = ""
+            if self.drafter is not None:
+                changes = total_of(change for _, _, _, change in written)
+                of_drafter = text_of(int(self.digest_of_drafter, 16) + changes)
+            files = [File(*file) for file, _, _, _ in written if file]
+            changed = sum(n for _, n, _, _ in written)
+            delta = Delta(number, follows, self.digest, after, changed, files, drafter=of_drafter)
             with self.chain.adding(delta) if team.process == 0 else nullcontext():
                 team.together(lambda: self.chain.store.put(scratch / own[0], own[0]) if own else None)
                 run_on_first(team, lambda: self.chain.append(delta, scratch))
-            self._keep(packed, after)
+            self._keep(packed, after, of_drafter)
             return DeltaReport.of(self.chain, delta)
 
-    def _keep(self, packed: list[Packed], digest: str) -> None:
+    def _keep(self, packed: list[Packed], digest: str, of_drafter: str) -> None:
         """Keep the weights of a version that is there now. A rank that fails here has another digest than the others,
         with which it adds nothing more."""
         for one in packed:
             one.keep()
-        self.digest = digest
+        self.digest, self.digest_of_drafter = digest, of_drafter
 
     def _follow(self, team: Team) -> None:
         """Let the trainer finish what it has put off, and find the boxes that this rank writes where they lie."""
@@ -266,9 +365,13 @@ class DeltaWriter:
                 raise ReshardError("this DeltaWriter is closed: make another one")
             self.local.trainer.sync_params()
             self.local.find_regions()
+            if self.local_drafter is not None:
+                self.local_drafter.find_regions()
 
         team.together(follow)
         self.boxes = self.local.numbered(self.numbers)
+        if self.local_drafter is not None:
+            self.boxes += self.local_drafter.numbered(self.numbers_of_drafter)
 
     def _scratch(self, team: Team, stack: ExitStack) -> Path:
         """Return where this rank writes what is not whole yet: the first one has made it by then."""
@@ -284,20 +387,22 @@ class DeltaWriter:
 
     def _write(
         self, team: Team, scratch: Path, number: int, follows: int, packed: list[Packed]
-    ) -> tuple[list[Any] | None, int, int]:
+    ) -> tuple[list[Any] | None, int, int, int]:
         """Write this rank's file into `scratch`; return what it is, how many elements changed, and by how
-        much the digest."""
+        much the digest, and that of the drafter."""
         if not packed:
-            return None, 0, 0
+            return None, 0, 0, 0
         rank = f"-rank-{team.process:05d}" if team.size > 1 else ""
         writer = RecordWriter(scratch, f"{delta_name(number)}{rank}.safetensors")
         try:
-            change = total_of(
-                writer.add_change(record, payload, self.tensors[record.name], kept.bits)
+            changes = [
+                (record.name, writer.add_change(record, payload, self.tensors[record.name], kept.bits))
                 for kept, record, payload in packed
-            )
+            ]
             file = writer.finish(number, follows)
-            return [file.name, file.bytes, file.xxh3_128], writer.changed, change
+            change = total_of(of_record for _, of_record in changes)
+            of_drafter = total_of(of_record for name, of_record in changes if _is_drafters(name))
+            return [file.name, file.bytes, file.xxh3_128], writer.changed, change, of_drafter
         finally:
             writer.close()
 
@@ -326,6 +431,10 @@ class DeltaWriter:
             ):  # what one that goes on reads stays, where this was interrupted
                 self._begun, self.is_closed, self.kept = None, True, []
                 self.chain.close()
+
+
+def _is_drafters(name: str) -> bool:
+    return name.startswith(DRAFTER)
 
 
 def _base_of(

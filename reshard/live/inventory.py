@@ -49,11 +49,18 @@ class Inventory:
 
     def assigned_numbers(self, ranks: int) -> list[dict[str, list[int]]]:
         """Return for each of so many ranks the numbers of the boxes that it writes; in the first process only."""
-        shares: list[dict[str, list[int]]] = [{} for _ in range(ranks)]
-        for name, assignments in self.assignments.items():
-            for assignment in assignments:
-                shares[assignment.rank].setdefault(name, []).append(assignment.number)
-        return shares
+        return assigned_numbers(self.assignments, ranks)
+
+
+def assigned_numbers(
+    assignments: Mapping[str, list[WriteAssignment]], ranks: int
+) -> list[dict[str, list[int]]]:
+    """Return for each of so many ranks the numbers of the boxes that it writes, by tensor."""
+    shares: list[dict[str, list[int]]] = [{} for _ in range(ranks)]
+    for name, of_tensor in assignments.items():
+        for assignment in of_tensor:
+            shares[assignment.rank].setdefault(name, []).append(assignment.number)
+    return shares
 
 
 def take_inventory(team: Team, local: LocalBoxes, published: PublishedModel) -> Inventory:
@@ -64,7 +71,7 @@ def take_inventory(team: Team, local: LocalBoxes, published: PublishedModel) -> 
 
     def decide() -> dict[str, Any]:
         boxes_of_ranks = [boxes for boxes, _ in gathered]
-        dtypes = _dtype_of_names([names for _, names in gathered])
+        dtypes = dtype_of_names([names for _, names in gathered])
         model = published.model
         mtp = any(name.startswith(model.mtp_prefixes(0)[1]) for name in dtypes)
         tower = published.model.wrapped and any(map(published.model.is_of_tower, dtypes))
@@ -76,7 +83,7 @@ def take_inventory(team: Team, local: LocalBoxes, published: PublishedModel) -> 
                 f"all ranks' models together lack elements of {len(lacking)} tensors of {model.where}: "
                 f"{listed(lacking, 3)}"
             )
-        assignments.update(_assign_writers(boxes_of_ranks, shapes, _matrices(mapping.packed)))
+        assignments.update(assign_writers(boxes_of_ranks, shapes, _matrices(mapping.packed)))
         values = list(dtypes.values())
         usual = max(sorted(set(values)), key=values.count)
         return {
@@ -115,7 +122,8 @@ def _mapping(published: PublishedModel, mtp: bool, tower: bool) -> ModelParamete
     return with_tower_shapes(expand(model), model) if tower else expand(model)
 
 
-def _dtype_of_names(names_by_dtype: list[dict[str, list[str]]]) -> dict[str, str]:
+def dtype_of_names(names_by_dtype: list[dict[str, list[str]]]) -> dict[str, str]:
+    """Return the dtype of each name. Raises ReshardError for one that ranks hold in two."""
     dtypes: dict[str, str] = {}
     for names_of_rank in names_by_dtype:
         for dtype, names in names_of_rank.items():
@@ -135,7 +143,7 @@ def _matrices(packed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _assign_writers(
+def assign_writers(
     boxes_of_ranks: list[dict[str, list[HeldBoxes]]],
     shapes: dict[str, tuple[int, ...]],
     matrices: dict[str, tuple[str, ...]],

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from reshard.core.boxes import Box, whole
-from reshard.core.dtypes import DTYPES, dtype_named
+from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.placement import LocalTensor
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
@@ -59,12 +59,16 @@ class LocalBoxes:
         """Find the boxes where they lie now: a trainer may have moved them."""
         self.boxes, self.padding = [], []
         for tensor, region in zip(self._held, self.trainer.memory, strict=True):
-            dtype = DTYPES[self._dtype] if self._dtype else dtype_named(str(region.tensor.dtype))
+            dtype = self._dtype_of(region.tensor)
             for part in tensor.parts:
                 rows, held = Rows.of(part.local_box), dtype.held(part.name in self._less_1)
                 box = _in_all_dims(part.box, self._shapes.get(part.name, ()))
                 self.boxes.append(LiveBox(part.name, box, region, rows, held))
             self.padding += [(region, Rows.of(box)) for box in tensor.fills]
+
+    def _dtype_of(self, tensor: torch.Tensor) -> Dtype:
+        """Return the dtype in which a tensor of this rank's memory is published."""
+        return DTYPES[self._dtype] if self._dtype else dtype_named(str(tensor.dtype))
 
     def names_by_dtype(self) -> dict[str, list[str]]:
         """Return the names of this rank's tensors, by dtype."""

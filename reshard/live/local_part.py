@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.errors import ReshardError
 from reshard.live.local_boxes import LocalBoxes
+from reshard.trainers.drafter import WithDrafter
 from reshard.trainers.fsdp import FsdpModel
 
 if TYPE_CHECKING:
@@ -11,7 +13,12 @@ if TYPE_CHECKING:
 
 
 def local_boxes(models: "Models | FsdpModel", metadata: Mapping[str, Any] | None) -> LocalBoxes:
-    """Return this rank's part of a live model of either kind."""
+    """Return this rank's part of a live model of either kind. Raises ReshardError for a model with its drafter: who
+    takes both asks for each."""
+    if isinstance(models, WithDrafter):
+        raise ReshardError(
+            "models is a WithDrafter, and this takes the model alone: give that, as the WithDrafter has it (.trainer)"
+        )
     if isinstance(models, FsdpModel):
         return LocalBoxes(models)
     from reshard.live.local_model import LocalModel

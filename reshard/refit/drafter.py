@@ -2,7 +2,7 @@
 
 An EAGLE-3 head, or any other model that drafts tokens for another one, has no class in transformers. So the trainer
 says which tensors its checkpoint has (`DeclaredDrafter`), as facts of its weights (`Holder.facts`). Among the canonical
-names they begin with `DRAFTER`.
+names they begin with `reshard.models.drafters.DRAFTER`.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,6 @@ from reshard.models.field_tables import NO_EFFECT
 from reshard.models.numerics_args import same_value
 from reshard.refit.protocol.encoding import pack_json, readable, unpack_json
 
-DRAFTER = "drafter."
-# Of the target's vocabulary which tokens the drafter has: it follows from d2t, and engines pass over it.
-T2D = "t2d"
 DIGEST_BYTES = 8
 # Fields that engines write anew for their own class of the drafter.
 _OF_ENGINES = {

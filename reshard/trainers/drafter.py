@@ -10,8 +10,9 @@ import torch
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part
 from reshard.device.memory import Region
+from reshard.models.drafters import DRAFTER, T2D
 from reshard.models.model import Model
-from reshard.refit.drafter import DRAFTER, T2D, DeclaredDrafter
+from reshard.refit.drafter import DeclaredDrafter
 from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_shards import FsdpShards
 

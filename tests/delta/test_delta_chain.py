@@ -214,10 +214,10 @@ FAULTS = {
     ),
     "a delta is another chain's": (other_chain,
                                    "delta-000002 is of another chain: it changes weights with digest 0123456789abcdef"),
-    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=5),
-                                 "has format 5, and this reshard reads 4: update reshard"),
+    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=6),
+                                 "has format 6, and this reshard reads 4 and 5: update reshard"),
     "a format of an earlier time": (lambda c: rewrite(c / "base.json", format=2),
-                                    "has format 2, and this reshard reads 4: begin a new"),
+                                    "has format 2, and this reshard reads 4 and 5: begin a new"),
     "a value is forged": (
         lambda c: forge(c / "delta-000002.json", lambda data: flip(data, data.index(b"}}") + 24)),
         "(version 2 does not give the weights that it says|has changes outside of its box)",

@@ -14,37 +14,14 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError
 from reshard.delta import Chain, apply_deltas, roll_back, stores
 from reshard.engines.vllm.live import VllmModel
-from reshard.engines.workers.delta_methods import DeltaMethods
 from reshard.engines.workers.deltas import EngineDeltas
 from reshard.live.delta_writer import DeltaWriter
 from reshard.trainers import FsdpModel
 from tests.on_cpu.fsdp_on_cpu import copy_shards, sharded
 from tests.on_cpu.refit_on_cpu import engine_of, loaded
 from tests.starting.ranks import caught
+from tests.tools.chains import Workers
 from tests.tools.refit_sides import fingerprint, trainer
-
-
-class Workers(DeltaMethods):
-    """A rank's worker, and the engine of all of them as `apply_deltas` calls it."""
-
-    def __init__(self, side: VllmModel) -> None:
-        self.side, self.emptied, self.called = side, 0, []
-
-    def _reshard_engine_side(self) -> VllmModel:
-        return self.side
-
-    def collective_rpc(self, method: str, args: tuple = ()) -> list:
-        self.called.append(method)
-        answers: list = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, getattr(self, method)(*args))
-        return answers
-
-    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
-        self.emptied += running
-        return True
-
-    def reshard_delta_workers(self) -> list:
-        return [dist.get_world_size(), ""]
 
 
 def go_back(rank: int, workers: Workers, chain: str) -> dict:

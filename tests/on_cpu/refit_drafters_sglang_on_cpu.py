@@ -15,12 +15,15 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from reshard.delta import apply_deltas, roll_back
 from reshard.engines.sglang.live import SglangModel
+from reshard.live.delta_writer import DeltaWriter
 from reshard.refit import connect
 from reshard.refit.reporting.served_parts import digest_parts
 from reshard.trainers import FsdpModel, WithDrafter
 from tests.on_cpu import sglang_on_cpu
 from tests.starting.ranks import caught
+from tests.tools.chains import Workers
 from tests.tools.drafters import Eagle3, load_drafter
 from tests.tools.refit_sides import bits_of, fingerprint, start
 
@@ -105,6 +108,42 @@ def refit_each(rank: int, sides: dict, cases: dict[str, tuple[list[list[str]], d
             "version": version,
         }
     return results
+
+
+def follow(
+    rank: int, sides: dict, models: list[str], drafters: list[str], steps: list[tuple[int, int]], chain: str
+) -> dict:
+    """Follow a chain that has a version for each step, numbers of a model's and a drafter's directory; what is not then
+    as SGLang's loaders make it of these, after the way back too; and what is said of an engine with another drafter."""
+    start(rank, sides)
+    policy, drafter = trained([models[0], drafters[0]], 1)
+    writer = DeltaWriter(WithDrafter(FsdpModel(policy), drafter), models[0], chain, drafter_base=drafters[0])
+    model, arguments, worker = served([models[0], drafters[0]])
+    side = SglangModel(model, arguments, None, worker)
+    workers = Workers(side)
+
+    def wrong(of_model: int, of_drafter: int) -> list[str]:
+        now, then = held(model, worker), held(*served([models[of_model], drafters[of_drafter]])[0::2])
+        return sorted(name for name in then if now[name] != then[name])
+
+    outcome: dict = {"versions": [], "wrong": []}
+    for number, step in enumerate(steps, 1):
+        for module, other in zip(
+            (policy, drafter), trained([models[step[0]], drafters[step[1]]], 1), strict=True
+        ):
+            named = dict([*other.named_parameters(), *other.named_buffers()])
+            with torch.no_grad():
+                for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                    tensor.copy_(named[name])
+        writer.save(number)
+        outcome["versions"].append((apply_deltas(workers, chain, verify=True), side.version))
+        outcome["wrong"].append(wrong(*step))
+    outcome["differ"] = len(wrong(0, 0))
+    outcome["back"] = roll_back(workers), wrong(*steps[-2])
+    other, arguments, beside = served([models[0], drafters[3]])
+    reader = SglangModel(other, arguments, None, beside)
+    outcome["another"] = caught(lambda: apply_deltas(Workers(reader), chain))
+    return outcome
 
 
 def said(rank: int, sides: dict, cases: dict[str, tuple]) -> dict:

@@ -11,7 +11,8 @@ from reshard.engines.placing.left_alone import LeftAlone
 from reshard.engines.placing.rules import PlacedTensors, place_by_trace
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.engines.tracing.views import StoredViews
-from reshard.refit.drafter import DRAFTER, DeclaredDrafter
+from reshard.models.drafters import DRAFTER
+from reshard.refit.drafter import DeclaredDrafter
 
 
 def stored_drafter(declared: DeclaredDrafter) -> Canonical:

@@ -233,8 +233,12 @@ class DeltaMethods:
         """Refuse to serve, since the weights are not those of a version; nothing where another session has begun."""
         deltas = self._reshard_deltas
         if deltas is not None and session in (None, deltas.session):
-            deltas.engine.guard.altered()  # of no version
-            deltas.engine.guard.invalidate("other weights than a delta was to bring")
+            guard = deltas.engine.guard
+            guard.altered()  # of no version
+            try:
+                deltas.engine.begin()  # a drafter, too, which an engine may not load again with its model
+            finally:
+                guard.invalidate("other weights than a delta was to bring")
 
     def _reshard_opened(self, session: str) -> "EngineDeltas":
         deltas = self._reshard_deltas

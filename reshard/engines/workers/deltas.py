@@ -16,7 +16,7 @@ with importing("vllm"):
 
 from reshard.comm.background import in_background
 from reshard.core.boxes import Box
-from reshard.core.errors import ReshardError, UntouchedError
+from reshard.core.errors import ReshardError, UntouchedError, rewrite_message
 from reshard.delta.chain import Chain
 from reshard.delta.encoding import Decoded
 from reshard.delta.files import DeltaFiles, StoredRecord
@@ -28,7 +28,9 @@ from reshard.device.memory import Region, same_bits
 from reshard.device.staging import row_view
 from reshard.digests.numbers import seed_of
 from reshard.engines.workers.placed import Placed, PlacedDeltas, State, state_of
+from reshard.models.drafters import DRAFTER
 from reshard.refit.copying.copies import wait_for_device
+from reshard.refit.drafter import DeclaredDrafter
 from reshard.refit.engine import Engine, as_before_on_error
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import EXACT
@@ -98,7 +100,7 @@ class EngineDeltas:
     def _take(self, chain: Chain) -> None:
         """Have the engine take what a chain has, and find the boxes of that."""
         tensors = chain.base.tensors
-        self.engine.take_facts({})  # a chain is of the model alone
+        self._take_drafter(chain)
         if self.engine.optional:
             self.engine.take_optional(self.engine.optional & tensors.keys())
         self.found, self.boxes = state_of(self.engine), {}
@@ -108,6 +110,24 @@ class EngineDeltas:
                 self._check(part.name, region, tensors.get(part.name))
                 held = HeldBox(part.box, region, Rows.of(part.local_box))
                 self.boxes.setdefault(part.name, []).append(held)
+
+    def _take_drafter(self, chain: Chain) -> None:
+        """Have the engine take the drafter of a chain; where there is none, it keeps its own. Raises ReshardError if it
+        drafts by another one, or by none."""
+        drafter, of_drafter = chain.base.drafter, chain.base.of_drafter()
+        if drafter is None or of_drafter is None:
+            self.engine.take_facts({})
+            return
+        tensors = {
+            name.removeprefix(DRAFTER): (info.shape, info.dtype.name)
+            for name, info in of_drafter.tensors.items()
+        }
+        with rewrite_message(
+            ("the trainer has a drafter", "the chain has a drafter"),
+            ("the trainer's drafter", "the chain's drafter"),
+            ("give the trainer's model without it", "take a chain without it"),
+        ):
+            self.engine.take_facts({chain.where: DeclaredDrafter(tensors, drafter.config).encode()})
 
     def _check(self, name: str, region: Region, info: TensorInfo | None) -> None:
         assert self.chain is not None

@@ -12,10 +12,11 @@ from reshard.device.memory import Region
 from reshard.digests.numbers import seed_of
 from reshard.digests.result import counted_dtype
 from reshard.megatron.parameters import expand
+from reshard.models.drafters import DRAFTER
 from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import any_model, tower_of
 from reshard.refit.codecs.served_blocks import not_in, scales_of
-from reshard.refit.drafter import DRAFTER, DraftingEngine, digest_of_drafter
+from reshard.refit.drafter import DraftingEngine, digest_of_drafter
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import float_dtype

@@ -20,7 +20,8 @@ from reshard.engines.sglang.weights.names import SGLANG
 from reshard.engines.sglang.weights.supported import PLAIN_METHODS
 from reshard.engines.sglang.weights.traced import trace_model
 from reshard.engines.tracing.trace import Trace
-from reshard.refit.drafter import DRAFTER, DeclaredDrafter
+from reshard.models.drafters import DRAFTER
+from reshard.refit.drafter import DeclaredDrafter
 
 AS_LOADED = Account(LEFT_ALONE, "of the drafter, as it was loaded")
 
