@@ -22,7 +22,7 @@ from reshard.refit.copying.addresses import (
     SHARD,
 )
 from reshard.refit.copying.tables import TILE_BYTES
-from reshard.refit.relays import Alike, numbered
+from reshard.refit.relays import Alike, length_of, numbered
 
 # A cut: the shard and codec of the pieces that it cuts, the first row of the strip that it cuts by columns, or
 # `OF_ROWS` for all of the shard by rows, and the row or column at which the second part begins.
@@ -31,8 +31,9 @@ CUT_SHARD, CUT_CODEC, CUT_STRIP, CUT_AT = range(CUT_COLUMNS)
 OF_ROWS = -1
 # Copies are cut into tiles of so many bytes anyway: parts of that size, on average, at most double their tables.
 LEAST_PART_BYTES = TILE_BYTES
-# More lines share a member's buckets, which get smaller. Below this they are slow, and no transport has smaller ones
-# than a tile.
+# Of each line a member has two buckets. Where more lines have smaller ones these are slow, and no transport has smaller
+# ones than a tile.
+BUCKETS_OF_A_LINE = 2
 LEAST_BUCKET_BYTES = 4 * TILE_BYTES
 _SHARD = [SHARD, REQUEST_CODEC]
 _STRIP = [SHARD, REQUEST_CODEC, FIRST_ROW]
@@ -43,6 +44,12 @@ class Parts(NamedTuple):
 
     origin: np.ndarray
     requests: np.ndarray
+
+
+def elements_of(requests: np.ndarray) -> np.ndarray:
+    """Return how many elements each piece has."""
+    elements: np.ndarray = requests[:, [ROW_COUNT, COLUMN_COUNT]].prod(1)
+    return elements
 
 
 def no_cuts() -> np.ndarray:
@@ -96,7 +103,7 @@ def cuts_among(requests: Sequence[np.ndarray], itemsizes: np.ndarray, least_byte
     itemsize = np.zeros(count, np.int64)
     itemsize[shard] = itemsizes[pieces[:, SHARD]]
     gain = _spared(cells.requests, who[origin], of_cell, count) - _spared(pieces, who, shard, count)
-    size = np.bincount(shard, _elements(pieces), count) * itemsize
+    size = np.bincount(shard, elements_of(pieces), count) * itemsize
     chosen = (gain > 0) & (size >= least_bytes * np.bincount(of_cell, minlength=count))
 
     # Of the borders those that cut something: where a part begins, and its piece does not.
@@ -109,21 +116,22 @@ def cuts_among(requests: Sequence[np.ndarray], itemsizes: np.ndarray, least_byte
     return _distinct(np.concatenate([by_rows, columns[:, [*_STRIP, FIRST_COLUMN]]]))
 
 
-def bucket_bytes_of(alike: Mapping[int, Alike], trainers: int, bucket_bytes: int) -> int:
-    """Return at least how large buckets are where ranks want `alike` of so many trainer's ranks, each: a member has two
-    for each of its lines, in which it passes on what it gets."""
-    lines = max(2 * trainers * len(of_rank.ranks) for of_rank in alike.values())
-    sets = {tuple(ranks) for of_rank in alike.values() for ranks in of_rank.ranks}
-    return bucket_bytes // (2 * max(lines, len(sets)))
+def most_lines(
+    requests: Mapping[int, np.ndarray], alike: Mapping[int, Alike], trainers: int, relays: str
+) -> int:
+    """Return about how many lines one member has at most where ranks want these `alike` of so many trainer's ranks,
+    each: it gets what comes in one and passes it on, and a trainer's rank feeds all of its own."""
+    fed: dict[tuple[int, ...], int] = {}
+    for rank, of_rank in alike.items():
+        elements = np.bincount(of_rank.sets, elements_of(requests[rank]), len(of_rank.ranks))
+        for ranks, wanted in zip(of_rank.ranks, elements.tolist(), strict=True):
+            if tuple(ranks) not in fed:
+                fed[tuple(ranks)] = -(-len(ranks) // length_of(relays, len(ranks), int(wanted)))
+    return max(sum(fed.values()), *(2 * trainers * len(of_rank.ranks) for of_rank in alike.values()))
 
 
 def _can_be_cut(requests: np.ndarray) -> bool:
     return requests.shape[1] == REQUEST_COLUMNS
-
-
-def _elements(requests: np.ndarray) -> np.ndarray:
-    elements: np.ndarray = requests[:, [ROW_COUNT, COLUMN_COUNT]].prod(1)
-    return elements
 
 
 def _distinct(rows: np.ndarray) -> np.ndarray:
@@ -165,7 +173,7 @@ def _spared(pieces: np.ndarray, who: np.ndarray, shard: np.ndarray, shards: int)
     pairs = _distinct(np.stack([piece, who], 1))
     again = np.bincount(pairs[:, 0]) - 1
     elements, of_shard = np.zeros(len(again), np.int64), np.zeros(len(again), np.int64)
-    elements[piece], of_shard[piece] = _elements(pieces), shard
+    elements[piece], of_shard[piece] = elements_of(pieces), shard
     return np.bincount(of_shard, elements * again, shards)
 
 

@@ -17,11 +17,9 @@ from reshard.refit.agreement import Agreement
 from reshard.refit.codecs.makers import maker_of
 from reshard.refit.codecs.places import places_of_requests
 from reshard.refit.copying.addresses import (
-    COLUMN_COUNT,
     DESTINATION,
     REQUEST_CODEC,
     REQUEST_COLUMNS,
-    ROW_COUNT,
     SHARD,
     STAGED_ROUND,
     UNSTAGED,
@@ -34,10 +32,12 @@ from reshard.refit.copying.copies import wait_for_device
 from reshard.refit.copying.flows import Outgoing
 from reshard.refit.copying.tables import TILE_BYTES
 from reshard.refit.cuts import (
+    BUCKETS_OF_A_LINE,
     LEAST_BUCKET_BYTES,
     LEAST_PART_BYTES,
-    bucket_bytes_of,
     cuts_among,
+    elements_of,
+    most_lines,
     no_cuts,
     parts_of,
 )
@@ -147,7 +147,8 @@ class Sender:
             requests = {rank: parts[digests[rank]] for rank in self.requests}
             alike = alike_in(requests, digests)
             least = TILE_BYTES if self.agreed.relays == ALWAYS else LEAST_BUCKET_BYTES
-            if bucket_bytes_of(alike, len(self.agreed.trainers), self.agreed.bucket_bytes) >= least:
+            lines = most_lines(requests, alike, len(self.agreed.trainers), self.agreed.relays)
+            if self.agreed.bucket_bytes // (BUCKETS_OF_A_LINE * lines) >= least:
                 self.requests, self.alike = requests, alike
                 post_alike(self.group, alike)
                 return cuts
@@ -162,7 +163,7 @@ class Sender:
         relays = self.agreed.relays
         relaying = self.agreed.relaying(self.group.rank, self.exported, self.requests)
         distinct = {digests[rank]: self.requests[rank] for rank in relaying}
-        elements = max((int(_elements(pieces).sum()) for pieces in distinct.values()), default=0)
+        elements = max((int(elements_of(pieces).sum()) for pieces in distinct.values()), default=0)
         if length_of(relays, len(relaying), elements) < 2:
             return no_cuts()
         least_bytes = 1 if relays == ALWAYS else LEAST_PART_BYTES
@@ -172,14 +173,14 @@ class Sender:
     def bytes_read(self) -> int:
         """The bytes that inference ranks read of this rank's shards in a refit."""
         return sum(
-            int((_elements(pieces) * self.sizes.itemsizes[pieces[:, SHARD]]).sum())
+            int((elements_of(pieces) * self.sizes.itemsizes[pieces[:, SHARD]]).sum())
             for pieces in self.requests.values()
         )
 
     @property
     def times_read(self) -> float:
         """The number of times that inference ranks read an element of this rank, on average."""
-        wanted = sum(int(_elements(pieces).sum()) for pieces in self.requests.values())
+        wanted = sum(int(elements_of(pieces).sum()) for pieces in self.requests.values())
         return wanted / max(1, int(self.sizes.shapes.prod(1).sum()))
 
     def _pieces(self, rank: int, payload: bytes) -> np.ndarray:
@@ -307,9 +308,3 @@ class Sender:
         codecs = requests[:, REQUEST_CODEC]
         maker_of(codecs).compile(codecs, True, self.device)
         return Outgoing(table, requests[:, STAGED_ROUND], requests[:, DESTINATION], places)
-
-
-def _elements(requests: np.ndarray) -> np.ndarray:
-    """Return the elements of each piece."""
-    elements: np.ndarray = requests[:, [ROW_COUNT, COLUMN_COUNT]].prod(1)
-    return elements
