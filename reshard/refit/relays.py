@@ -5,8 +5,9 @@
 What travels leaves the trainer's rank once, however many replicas there are, and each of them receives it and passes it
 on at the same time, one bucket behind the other: it sends it to the next one, or that one reads it, as the transport
 has it. So a refit takes as long as for one replica, and a few buckets more.
-Ranks whose requests differ pass on what is the same in them: those of one mixture of experts its attention. A
-trainer's rank finds out who wants what alike (`alike_in`), and tells all; all then find the same lines. Pure.
+Ranks whose requests differ pass on what is the same in them: those of one mixture of experts its attention. What only
+overlaps is cut first (`reshard.refit.cuts`). A trainer's rank finds out who wants what alike (`alike_in`), and tells
+all; all then find the same lines. Pure.
 """
 
 from collections import defaultdict

@@ -189,6 +189,10 @@ def test_what_a_trainers_rank_says_of_cuts_is_checked():
     said = post_cuts(group, cuts)
     assert read(posted["cuts"], said).tolist() == cuts.tolist() and said != NO_CUTS
     assert post_cuts(group, no_cuts()) == NO_CUTS and len(read(b"never read", NO_CUTS)) == 0
+    with pytest.raises(
+        ReshardError, match="did not arrive as it was sent"
+    ):  # an answer whose bits have flipped
+        read(posted["cuts"], bytes([1, *NO_CUTS[1:]]))
     with pytest.raises(ReshardError, match="what trainer rank 1 says of cuts did not arrive as it was sent"):
         read(pack_array(cuts + 1), said)
     for wrong in (cuts[:, :3], cuts - 5, cuts + (1 << 62)):
@@ -281,6 +285,15 @@ def test_what_engines_at_three_layouts_want_leaves_the_trainer_once(
     assert bool(through) == (copies == 1)
 
 
+def test_an_engine_that_connects_again_plans_from_whole_boxes():
+    """What is planned is kept for the next connection, and is not what the last one has cut."""
+    engines, size = engines_at_layouts()[:3], 2 * ROWS * COLUMNS
+    for choice, copies in (("always", 1), ("never", 2), ("always", 1)):
+        results = refits_of(engines, "nccl", choice, bucket_bytes=4 << 20)
+        sent = [sent for seen, _ in results[:2] for sent, _ in seen]
+        assert all(math.isclose(one, copies * size, rel_tol=0.02) for one in sent), (choice, sent)
+
+
 def test_changes_go_down_lines_of_several_layouts(monkeypatch):
     monkeypatch.setattr(nccl, "LEAST_BUCKET", 1 << 12)
     results = refits_of(engines_at_layouts(), "nccl", "always", bucket_bytes=4 << 20, delta=True)
@@ -320,6 +333,13 @@ def test_engines_that_cut_otherwise_than_the_trainer_are_found(backend, monkeypa
     assert not any(engine.ready for engine in engines)
 
 
+def test_boxes_are_not_cut_where_buckets_would_get_too_small():
+    """More lines share a member's buckets: without cuts there are fewer, and a connection comes about as before."""
+    results = refits_of(engines_at_layouts(), "nccl", "always", bucket_bytes=1 << 20)
+    size = 2 * ROWS * COLUMNS
+    assert all(math.isclose(sent, 3 * size, rel_tol=0.02) for seen, _ in results[:2] for sent, _ in seen)
+
+
 def test_with_auto_small_models_are_left_as_they_are():
     [*_, (_, described)] = refits_of(engines_at_layouts()[:3], "nccl", "auto")
     assert not any(route["through"] for route in described["routes"])
@@ -347,4 +367,4 @@ def test_vllms_at_two_layouts_have_what_their_own_loader_makes_of_the_export(
     sent = {cut: sum(direct for direct, _ in of) for cut, of in came.items()}
     assert [sum(of_rank) for of_rank in came[True]] == [sum(of_rank) for of_rank in came[False]]
     whole = sum(came[True][0])
-    assert sent[True] < 1.02 * whole < 1.5 * whole < sent[False], (came, sent, whole)
+    assert sent[True] < 1.02 * whole < 1.25 * whole < sent[False], (came, sent, whole)

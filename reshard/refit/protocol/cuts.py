@@ -21,12 +21,10 @@ NO_CUTS = bytes(DIGEST_BYTES)  # in place of a digest
 
 
 def post_cuts(group: RefitGroup, cuts: np.ndarray) -> bytes:
-    """Post cuts, if there are any, and return their digest, or `NO_CUTS`."""
-    if not len(cuts):
-        return NO_CUTS
+    """Post cuts, and return their digest, or `NO_CUTS`, with which nobody reads them."""
     payload = pack_array(cuts)
     group.post("cuts", payload)
-    return digest(payload)
+    return digest(payload) if len(cuts) else NO_CUTS
 
 
 def read_cuts(group: RefitGroup, expected_digests: Mapping[int, bytes]) -> dict[int, np.ndarray]:
