@@ -28,9 +28,11 @@ from reshard.refit.copying.addresses import (
 )
 from reshard.refit.copying.flows import Incoming
 from reshard.refit.copying.tables import CODEC
+from reshard.refit.cuts import parts_of
 from reshard.refit.engine import Engine
 from reshard.refit.planning import build_requests, plan_pieces
 from reshard.refit.protocol.alike import alone, read_alike
+from reshard.refit.protocol.cuts import read_cuts
 from reshard.refit.protocol.encoding import digest
 from reshard.refit.protocol.facts import read_facts
 from reshard.refit.protocol.held import HeldTensors, ShardSizes, names_held, unpack_held
@@ -194,11 +196,12 @@ class Receiver:
             self.engine.disconnect()
 
     def read_answers(self) -> None:
-        """Read what the trainer's ranks were asked for as they read it, and where their memory is.
+        """Read what the trainer's ranks were asked for as they read it, and where their memory is; cut pieces alike.
         Raises ReshardError where one has read another request than this rank sent."""
         answers = self.group.read_all("asked", self.agreed.trainers)
         own_position = self.agreed.engines.index(self.group.rank)
         memory_digests: dict[int, bytes] = {}
+        cuts_digests: dict[int, bytes] = {}
         for rank, payload in zip(self.agreed.trainers, answers, strict=True):
             who = self.group.names[rank]
             answer = RequestsRead.decode(payload, len(self.agreed.engines), who)
@@ -208,13 +211,23 @@ class Receiver:
                     f"{who} has heard {own_name} ask for something else than it has asked for: connect again"
                 )
             if rank in self.pieces:
-                memory_digests[rank] = answer.memory_digest
+                memory_digests[rank], cuts_digests[rank] = answer.memory_digest, answer.cuts_digest
+        self._cut(read_cuts(self.group, cuts_digests))
         self._read_memory(memory_digests)
         counts = {rank: len(self.pieces[rank].requests) for rank in memory_digests}
         if self.agreed.relays == NEVER:
             self.alike = {rank: alone(self.group.rank, count) for rank, count in counts.items()}
         else:
             self.alike = read_alike(self.group, self.agreed.engines, counts)
+
+    def _cut(self, cuts: Mapping[int, np.ndarray]) -> None:
+        """Cut the pieces of trainers' ranks as these say."""
+        pieces = dict(self.pieces)  # what is planned stays whole
+        for rank, of_rank in cuts.items():
+            if len(of_rank):
+                parts = parts_of(build_requests(self.engine, pieces[rank]), of_rank)
+                pieces[rank] = pieces[rank].cut(*parts)
+        self.pieces = pieces
 
     def _read_memory(self, expected_digests: Mapping[int, bytes]) -> None:
         """Read and check what trainers' ranks have posted of their memory."""

@@ -5,8 +5,9 @@
 What travels leaves the trainer's rank once, however many replicas there are, and each of them receives it and passes it
 on at the same time, one bucket behind the other: it sends it to the next one, or that one reads it, as the transport
 has it. So a refit takes as long as for one replica, and a few buckets more.
-Ranks whose requests differ pass on what is the same in them: those of one mixture of experts its attention. A
-trainer's rank finds out who wants what alike (`alike_in`), and tells all; all then find the same lines. Pure.
+Ranks whose requests differ pass on what is the same in them: those of one mixture of experts its attention. What only
+overlaps is cut first (`reshard.refit.cuts`). A trainer's rank finds out who wants what alike (`alike_in`), and tells
+all; all then find the same lines. Pure.
 """
 
 from collections import defaultdict
@@ -22,6 +23,7 @@ AUTO, ALWAYS, NEVER = "auto", "always", "never"
 RELAYS = (AUTO, ALWAYS, NEVER)
 # Elements of a small bucket. A line of so many ranks that filling it takes as long as sending its bytes is too long.
 STEP_ELEMENTS = 2 << 20
+MOST_NUMBER = 1 << 62
 
 
 def check_relays(value: Any, name: str = "relays") -> str:
@@ -85,21 +87,24 @@ def alike_in(requests: Mapping[int, np.ndarray], digests: Mapping[int, bytes]) -
     if not keys:
         return {}
     owners = np.repeat(np.arange(len(keys)), [*map(len, keys)])
-    _, piece = np.unique(np.concatenate(keys), return_inverse=True)
-    wanted = np.zeros((int(piece.max(initial=-1)) + 1, len(keys)), bool)
+    piece = numbered(np.concatenate(keys))
+    words = -(-len(keys) // 64)
+    wanted = np.zeros((int(piece.max(initial=-1)) + 1, 64 * words), bool)
     wanted[piece, owners] = True
-    sets, set_of_piece = np.unique(wanted, axis=0, return_inverse=True)
+    set_of_piece = numbered(np.packbits(wanted, 1).view(np.int64))
+    sets = np.zeros((int(set_of_piece.max(initial=-1)) + 1, 64 * words), bool)
+    sets[set_of_piece] = wanted
     set_ranks = [sorted(rank for group in np.flatnonzero(row) for rank in members[group]) for row in sets]
     result: dict[int, Alike] = {}
     for group, ranks in enumerate(members):
-        numbers, own = np.unique(set_of_piece.ravel()[piece.ravel()[owners == group]], return_inverse=True)
+        numbers, own = np.unique(set_of_piece[piece[owners == group]], return_inverse=True)
         alike = Alike([set_ranks[number] for number in numbers.tolist()], own.ravel())
         result |= dict.fromkeys(ranks, alike)
     return result
 
 
 def _keys(rows: np.ndarray, width: int) -> np.ndarray:
-    """Return what tells pieces apart, of each row as one value: the row, and how many equal ones came before it."""
+    """Return what tells pieces apart: their rows, each with how many equal ones came before it."""
     filled = np.full((len(rows), width + 1), -1, np.int64)
     filled[:, : rows.shape[1]] = rows
     order = np.lexsort(rows.T[::-1])
@@ -107,8 +112,30 @@ def _keys(rows: np.ndarray, width: int) -> np.ndarray:
     is_new[1:] = (rows[order][1:] != rows[order][:-1]).any(1)
     first = np.maximum.accumulate(np.where(is_new, np.arange(len(rows)), 0))
     filled[order, width] = np.arange(len(rows)) - first
-    keys: np.ndarray = np.ascontiguousarray(filled).view([("", np.int64)] * (width + 1)).ravel()
-    return keys
+    return filled
+
+
+def numbered(rows: np.ndarray) -> np.ndarray:
+    """Return numbers of rows, from 0: the same of equal ones, and of others in their order.
+
+    >>> numbered(np.array([[2, 0], [1, 7], [2, 0], [1, 1 << 60]])).tolist()
+    [2, 0, 2, 1]
+    """
+    numbers, count = np.zeros(len(rows), np.int64), 1
+    for column in rows.T if len(rows) else ():  # `np.unique` of whole rows takes ten times as long
+        least, most = int(column.min()), int(column.max())
+        values = column - least
+        if most - least >= MOST_NUMBER:
+            values = np.unique(column, return_inverse=True)[1]
+        many = int(values.max()) + 1
+        if count * many > MOST_NUMBER:
+            numbers = np.unique(numbers, return_inverse=True)[1]
+            count = int(numbers.max()) + 1
+        if count * many > MOST_NUMBER:
+            values = np.unique(column, return_inverse=True)[1]
+            many = int(values.max()) + 1
+        numbers, count = numbers * many + values, count * many
+    return np.unique(numbers, return_inverse=True)[1].ravel()
 
 
 def streams_of(

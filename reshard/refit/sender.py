@@ -17,11 +17,9 @@ from reshard.refit.agreement import Agreement
 from reshard.refit.codecs.makers import maker_of
 from reshard.refit.codecs.places import places_of_requests
 from reshard.refit.copying.addresses import (
-    COLUMN_COUNT,
     DESTINATION,
     REQUEST_CODEC,
     REQUEST_COLUMNS,
-    ROW_COUNT,
     SHARD,
     STAGED_ROUND,
     UNSTAGED,
@@ -32,14 +30,26 @@ from reshard.refit.copying.addresses import (
 )
 from reshard.refit.copying.copies import wait_for_device
 from reshard.refit.copying.flows import Outgoing
+from reshard.refit.copying.tables import TILE_BYTES
+from reshard.refit.cuts import (
+    BUCKETS_OF_A_LINE,
+    LEAST_BUCKET_BYTES,
+    LEAST_PART_BYTES,
+    cuts_among,
+    elements_of,
+    most_lines,
+    no_cuts,
+    parts_of,
+)
 from reshard.refit.holder import Holder
 from reshard.refit.protocol.alike import alone, post_alike
+from reshard.refit.protocol.cuts import post_cuts
 from reshard.refit.protocol.encoding import digest
 from reshard.refit.protocol.facts import post_facts
 from reshard.refit.protocol.held import ShardSizes, pack_held
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pieces
-from reshard.refit.relays import NEVER, Alike, Line, alike_in
+from reshard.refit.relays import ALWAYS, NEVER, Alike, Line, alike_in, length_of
 from reshard.refit.trainer import Trainer
 from reshard.refit.transports import READ, SENT
 
@@ -54,7 +64,7 @@ class Sender:
 
     def __init__(self, source: Holder, group: RefitGroup, agreed: Agreement, device: torch.device) -> None:
         self.source, self.group, self.agreed, self.device = source, group, agreed, device
-        self.requests: dict[int, np.ndarray] = {}  # `Pieces.requests` by inference rank
+        self.requests: dict[int, np.ndarray] = {}  # `Pieces.requests` by inference rank, after cuts
         self.first: dict[int, int] = {}  # by inference rank: the first that asks for the same
         self.alike: dict[int, Alike] = {}  # in these
         self.sizes = ShardSizes.of([], [])
@@ -107,7 +117,7 @@ class Sender:
                 )
 
     def receive_requests(self) -> None:
-        """Read which pieces every inference rank wants, and post where they are."""
+        """Read which pieces every inference rank wants, and post where they are, and where they are cut."""
         engines = self.agreed.engines
         messages = self.group.read_all(PieceRequest.key(self.group.rank), engines)
         requests = {
@@ -117,30 +127,60 @@ class Sender:
         digests = {rank: digest(message) for rank, message in zip(engines, messages, strict=True)}
         firsts: dict[bytes, int] = {}
         self.first = {rank: firsts.setdefault(digests[rank], rank) for rank in self.requests}
-        if self.agreed.relays == NEVER:
-            self.alike = {rank: alone(rank, len(pieces)) for rank, pieces in self.requests.items()}
-        else:
-            self.alike = alike_in(self.requests, digests)
-            post_alike(self.group, self.alike)
         self.posted = self._find_memory()
         self._post_memory()
-        answer = RequestsRead(self.memory_digest, b"".join(digests.values()))
+        cuts = self._find_alike(digests)
+        cuts_digest = post_cuts(self.group, cuts)
+        answer = RequestsRead(self.memory_digest, cuts_digest, b"".join(digests.values()))
         self.group.post("asked", answer.encode())
+
+    def _find_alike(self, digests: Mapping[int, bytes]) -> np.ndarray:
+        """Find out, and post, which pieces inference ranks want alike, after cutting them where that makes more alike.
+        Return the cuts."""
+        if self.agreed.relays == NEVER:
+            self.alike = {rank: alone(rank, len(pieces)) for rank, pieces in self.requests.items()}
+            return no_cuts()
+        cuts = self._cuts(digests)
+        if len(cuts):
+            distinct = {digests[rank]: pieces for rank, pieces in self.requests.items()}
+            parts = {of: parts_of(pieces, cuts).requests for of, pieces in distinct.items()}
+            requests = {rank: parts[digests[rank]] for rank in self.requests}
+            alike = alike_in(requests, digests)
+            least = TILE_BYTES if self.agreed.relays == ALWAYS else LEAST_BUCKET_BYTES
+            lines = most_lines(requests, alike, len(self.agreed.trainers), self.agreed.relays)
+            if self.agreed.bucket_bytes // (BUCKETS_OF_A_LINE * lines) >= least:
+                self.requests, self.alike = requests, alike
+                post_alike(self.group, alike)
+                return cuts
+        self.alike = alike_in(self.requests, digests)
+        post_alike(self.group, self.alike)
+        return no_cuts()
+
+    def _cuts(self, digests: Mapping[int, bytes]) -> np.ndarray:
+        """Return where pieces would be cut of ranks that may pass on what they get from here."""
+        if len({digests[rank] for rank in self.requests}) < 2:
+            return no_cuts()
+        relays = self.agreed.relays
+        relaying = self.agreed.relaying(self.group.rank, self.exported, self.requests)
+        distinct = {digests[rank]: self.requests[rank] for rank in relaying}
+        elements = max((int(elements_of(pieces).sum()) for pieces in distinct.values()), default=0)
+        if length_of(relays, len(relaying), elements) < 2:
+            return no_cuts()
+        least_bytes = 1 if relays == ALWAYS else LEAST_PART_BYTES
+        return cuts_among([*distinct.values()], self.sizes.itemsizes, least_bytes)
 
     @property
     def bytes_read(self) -> int:
         """The bytes that inference ranks read of this rank's shards in a refit."""
         return sum(
-            int((pieces[:, [ROW_COUNT, COLUMN_COUNT]].prod(1) * self.sizes.itemsizes[pieces[:, SHARD]]).sum())
+            int((elements_of(pieces) * self.sizes.itemsizes[pieces[:, SHARD]]).sum())
             for pieces in self.requests.values()
         )
 
     @property
     def times_read(self) -> float:
         """The number of times that inference ranks read an element of this rank, on average."""
-        wanted = sum(
-            int(pieces[:, [ROW_COUNT, COLUMN_COUNT]].prod(1).sum()) for pieces in self.requests.values()
-        )
+        wanted = sum(int(elements_of(pieces).sum()) for pieces in self.requests.values())
         return wanted / max(1, int(self.sizes.shapes.prod(1).sum()))
 
     def _pieces(self, rank: int, payload: bytes) -> np.ndarray:

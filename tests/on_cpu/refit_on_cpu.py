@@ -18,7 +18,8 @@ from reshard.engines.vllm.quantized import layers, reload
 from reshard.lora.parameters import linear_layers
 from reshard.lora.scale import Scale
 from reshard.megatron.parameters import expand
-from reshard.refit import connect
+from reshard.refit import connect, sender
+from reshard.refit.cuts import no_cuts
 from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu import vllm_on_cpu
 from tests.starting.ranks import caught
@@ -28,6 +29,7 @@ from tests.tools.refit_sides import (
     fingerprint,
     held_by,
     on_the_cpu,
+    place_in_engine,
     refit_in_turn,
     start,
     trainer,
@@ -63,8 +65,13 @@ def refit_twice(
     names out of the tables; `published` are the directories that vLLM's own loader is to load, if
     not those. With `nested` published names have a prefix, and vLLM's another one, as in models that
     also read images. With `round_bytes` what vLLM quantizes itself comes in rounds of so many;
-    `unknown` forgets the kernels of which we know how they serve from fp8 blocks.
+    `unknown` forgets the kernels of which we know how they serve from fp8 blocks. With `engines` in `sides` there are
+    several vLLMs, each with its options; `uncut` leaves what they want as it is.
     """
+    if sides.get("uncut"):
+        sender.cuts_among = lambda *_: no_cuts()
+    if "engines" in sides and rank >= sides["trainer"]:
+        engine = engine | sides["engines"][place_in_engine(rank, sides)[0]]
     reload.ROUND_BYTES = options.pop("round_bytes", reload.ROUND_BYTES)
     if options.pop("unknown", False):
         layers.BLOCK_KERNELS = layers.BLOCK_BACKENDS = ()

@@ -163,7 +163,8 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, RefitGroup]:
     a trainer's, an engine's.
 
     With `hosts` in `sides` the trainer's ranks run on the first of `tests.tools.hosts`, the engine's on the second;
-    of ranks that are both, each half on one.
+    of ranks that are both, each half on one. With `engines` the engine's ranks are those of several, each with its
+    options.
     """
     host, secret = sides.get("host", "127.0.0.1"), None
     if "hosts" in sides:
@@ -178,8 +179,11 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, RefitGroup]:
     if sides.get("together"):
         assert n == m, "one world"
         world, index, name = n, rank, "all"
+    elif rank < n:
+        world, index, name = n, rank, "trainer"
     elif rank < n + m:
-        world, index, name = (n, rank, "trainer") if rank < n else (m, rank - n, "engine")
+        number, index, world = place_in_engine(rank, sides)
+        name = f"engine{number}"
     else:
         world, index, name = 1, 0, "idle"
     os.environ.update(RANK=str(index), WORLD_SIZE=str(world), LOCAL_RANK=str(index))
@@ -192,6 +196,17 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, RefitGroup]:
     Steps(sides, rank, size).meet("start")  # `timeout` is for what comes then
     members = RefitGroup.join(f"{host}:{sides['port']}", rank, size, timeout=timeout, secret=secret)
     return rank < n, n <= rank < n + m, members
+
+
+def place_in_engine(rank: int, sides: dict) -> tuple[int, int, int]:
+    """The number of the engine that a rank is of, its place there, and the engine's ranks."""
+    index = rank - sides["trainer"]
+    sizes = [options["tp"] for options in sides.get("engines", ())] or [sides["engine"]]
+    for number, size in enumerate(sizes):
+        if index < size:
+            return number, index, size
+        index -= size
+    raise ValueError(f"rank {rank} is of no engine")
 
 
 def refit_in_turn(

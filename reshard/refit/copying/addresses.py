@@ -98,6 +98,14 @@ class Pieces(NamedTuple):
         """Return no pieces."""
         return Pieces.of([], {})
 
+    def cut(self, origin: np.ndarray, requests: np.ndarray) -> "Pieces":
+        """Return the parts of these, given by the number of each one's piece and its row of requests."""
+        destinations = self.destinations[origin]
+        first = [FIRST_ROW, FIRST_COLUMN]
+        destinations[:, 1:] += requests[:, first] - self.requests[origin][:, first]
+        names = [self.names[number] for number in origin.tolist()]
+        return Pieces(names, requests[:, :REQUEST_COLUMNS], destinations, self.parts[origin])
+
     def where(self, chosen: np.ndarray) -> "Pieces":
         """Return those of an index or a mask, without their names."""
         return Pieces([], self.requests[chosen], self.destinations[chosen], self.parts[chosen])

@@ -15,8 +15,9 @@ bounds.
     pieces/RANK         engines, trainers   requests.PieceRequest     which pieces are wanted, as what
     takes               engines, engines    stages.TakenTensors       what each takes by its loader alone
     regions, memory     trainers, engines   memory.TrainerMemory      where the shards lie, and what can be mapped
+    cuts                trainers, engines   cuts                      where pieces are cut to be alike, if anywhere
     alike, sets/RANK    trainers, engines   relays.Alike              who wants which pieces alike, if they may relay
-    asked               trainers, engines   requests.RequestsRead     digests of what was asked for
+    asked               trainers, engines   requests.RequestsRead     digests of what was asked for, and of cuts
     unmapped            all, all            memory.exchange_unmapped  which memory an engine could not map, and why
     partners/TRANSPORT  all, all            buckets                   how many partners each has
     relays              all, all            buckets                   how far the largest pieces are passed on

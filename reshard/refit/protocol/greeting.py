@@ -25,7 +25,7 @@ from reshard.refit.protocol.encoding import (
 from reshard.refit.relays import AUTO, RELAYS
 from reshard.refit.routes import BACKENDS
 
-PROTOCOL = 21  # of members that understand each other
+PROTOCOL = 22  # of members that understand each other
 ROLES = ("trainer", "inference")
 MOST_FIELDS = 1000  # of a config that are ignored
 

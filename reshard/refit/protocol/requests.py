@@ -60,10 +60,12 @@ class PieceRequest(NamedTuple):
 
 
 class RequestsRead(NamedTuple):
-    """A trainer's rank's answer: digests of its `TrainerMemory`, and of the requests of the inference ranks, one after
-    the other. Replicas ask for the same, so that nearly nothing of the digests of a large fleet travels to each."""
+    """A trainer's rank's answer: digests of its `TrainerMemory`, of its cuts (`protocol.cuts`), and of the requests of
+    the inference ranks, one after the other. Replicas ask for the same, so that nearly nothing of the digests of a
+    large fleet travels to each."""
 
     memory_digest: bytes
+    cuts_digest: bytes
     request_digests: bytes
 
     def of(self, position: int) -> bytes:
@@ -72,7 +74,7 @@ class RequestsRead(NamedTuple):
 
     def encode(self) -> bytes:
         """Return its bytes."""
-        return self.memory_digest + zlib.compress(self.request_digests, 1)
+        return self.memory_digest + self.cuts_digest + zlib.compress(self.request_digests, 1)
 
     @staticmethod
     def decode(payload: bytes, engines: int, who: str) -> "RequestsRead":
@@ -80,10 +82,10 @@ class RequestsRead(NamedTuple):
         another size."""
         size = engines * DIGEST_BYTES
         with readable(f"the answer of {who}"):
-            digests = inflated(payload[DIGEST_BYTES:], size)
+            digests = inflated(payload[2 * DIGEST_BYTES :], size)
             if len(digests) != size:
                 raise ValueError(f"{len(digests):,} bytes of digests, and not {size:,}")
-        return RequestsRead(payload[:DIGEST_BYTES], digests)
+        return RequestsRead(payload[:DIGEST_BYTES], payload[DIGEST_BYTES : 2 * DIGEST_BYTES], digests)
 
 
 def check_pieces(requests: np.ndarray, held: ShardSizes, who: str, name_of: Callable[[int], str]) -> None:
