@@ -5,11 +5,19 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.core.printed import Printed
 from reshard.refit.link import RefitReport
 from reshard.refit.pending.report import BegunReport
+
+
+class Held(NamedTuple):
+    """What an engine serves: the version, and whose it is (`reshard.refit.options.ConnectOptions`), empty if it does
+    not know that."""
+
+    version: int
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class Member:
     name: str
     client: Any = None
     workers: int = 0
-    version: int | None = None  # the last that it got
+    version: int | None = None  # the last that it got, or serves from before
+    origin: str = ""  # of the version that it serves from before
     refitted_at: float | None = None
     why: str = "it was added after the last send"  # it is behind; empty while it is not
     asked: "Future[int] | None" = None  # how many workers it says that it has, while it is not connected

@@ -56,6 +56,7 @@ class Lent(Holder):
                 f"this {served.guard.engine} serves {what}, and cannot hand on version {version}"
             )
         self.served, self.version, self.writes = served, version, served.guard.writes
+        self.origin = served.guard.origin
 
     @property
     def memory(self) -> list[Region]:
@@ -128,7 +129,10 @@ class Lending:
             if not self._met:
                 raise ReshardError("it was stopped before it began")
             connecting = ConnectOptions(
-                backend=options.backend, bucket_bytes=options.bucket_bytes, name=options.name
+                backend=options.backend,
+                bucket_bytes=options.bucket_bytes,
+                origin=lent.origin,
+                name=options.name,
             )
             link = connect(group, lent, None, connecting)
             ends.callback(link.close)

@@ -24,7 +24,7 @@ from reshard.comm.ranks import on_first_rank
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_number, check_seconds
-from reshard.integrations.members import finish
+from reshard.integrations.members import Held, finish
 from reshard.integrations.switching import (
     GO_ON,
     KEEP,
@@ -82,8 +82,13 @@ class HttpClient(EngineServer):
 
     def serves(self) -> int | None:
         """Return the version of the weights that all of its workers serve; None if they serve no version."""
+        held = self.holds()
+        return None if held is None else held.version
+
+    def holds(self) -> Held | None:
+        """Return what all of its workers serve; None if they serve no version."""
         answer = self._call("POST", "collective_rpc", {"method": "reshard_state"})
-        return _version_of(answer.get("results") if isinstance(answer, dict) else None)
+        return held_by(answer.get("results") if isinstance(answer, dict) else None)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
@@ -385,12 +390,14 @@ def count_workers(client: Any) -> int:
     return _workers_of(count, type(client).__name__)
 
 
-def _version_of(states: Any) -> int | None:
-    """Return the version that all of an engine's workers serve by their states; None for any other answer."""
+def held_by(states: Any) -> Held | None:
+    """Return what all of an engine's workers serve by their states; None for any other answer."""
     known = [state for state in states or [None] if isinstance(state, dict) and state.get("ready")]
-    versions = {state.get("version") for state in known}
-    version = versions.pop() if len(versions) == 1 and len(known) == len(states) else None
-    return version if isinstance(version, int) else None
+    held = {(state.get("version"), str(state.get("origin", ""))) for state in known}
+    if len(held) != 1 or len(known) != len(states):
+        return None
+    [(version, origin)] = held
+    return Held(version, origin) if isinstance(version, int) else None
 
 
 def _workers_of(count: Any, who: str) -> int:
