@@ -33,7 +33,7 @@ from reshard.comm.registry import Registry
 from reshard.core.errors import OptionError, ReshardError, first_line, listed
 from reshard.core.limits import check_number, check_seconds, check_switch
 from reshard.engines.workers.lending import LAST_VERSION
-from reshard.integrations.members import FleetReport, go_on, pause
+from reshard.integrations.members import FleetReport, Member, new_claim
 from reshard.integrations.peers import Bringing, Recovery
 from reshard.integrations.roster import Roster
 from reshard.integrations.sglang import SglangClient
@@ -494,12 +494,17 @@ class Fleet:
     def _attempt(self, names: Sequence[str], how: _How) -> tuple[dict[str, RefitReport], dict[str, str], str]:
         """Refit these engines together. Return the reports of those that have the weights, why single ones have
         failed, and why all others have; these are disconnected."""
+        claim = new_claim()
+        pause = partial(Member.pause, claim=claim)
         failed = self._roster.each(names, pause, self.timeout) if how.pausing else {}
         report, failure = None, ""
         if not failed:
             report, failure = self._together(lambda: self._transfer(names).send(how.version, how.verify))
         if how.pausing:  # also after a failure: engines then answer those who wait that they may not serve
-            resumed = self._roster.each(names, partial(go_on, is_new=report is not None), self.timeout)
+            is_new = report is not None
+            resumed = self._roster.each(
+                names, partial(Member.go_on, claim=claim, is_new=is_new), self.timeout
+            )
             failed |= resumed if report is not None else {}
         if report is None or failed:
             self._disconnect(names)

@@ -17,7 +17,7 @@ from reshard.comm.background import in_background
 from reshard.comm.group import RefitGroup
 from reshard.comm.ranks import error_line
 from reshard.core.errors import ReshardError
-from reshard.integrations.members import Member, finish, go_on, pause
+from reshard.integrations.members import Member, finish, new_claim
 from reshard.integrations.standing import Standing
 from reshard.integrations.sync import Calls, Meeting
 from reshard.integrations.vllm.transfer import count_workers
@@ -182,13 +182,14 @@ class Recovery:
         try:
             address, secret = how.invite()
             self._meeting = meeting = Meeting(address, size, how.timeout, secret)
-            if how.pausing:
-                pause(member.client)
+            claim = new_claim()
             try:
+                if how.pausing:
+                    member.pause(claim)
                 self._refit(meeting, member, peer)
             finally:
                 if how.pausing:
-                    go_on(member.client, is_new=True)
+                    member.go_on(claim, is_new=True)
         except Exception as error:  # of whatever kind a client raises: others are still to be brought up
             if self._stopped:
                 return False  # the send that stopped this says what becomes of it

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from threading import Event
 
 import pytest
 import torch
@@ -207,4 +208,74 @@ def test_without_an_engine_that_serves_a_version_the_first_one_is_0_and_nobody_i
         "one that hangs may cost the time for an answer"
     )
     assert time.monotonic() - began < 25
+    fleet.close()
+
+
+class Stalling(HttpClient):
+    """An engine's client that stalls the first time that it is paused, until it is `released`; `calls` says whether it
+    is paused after each call, and where updates lie."""
+
+    def __init__(self, pod: Pod) -> None:
+        super().__init__(pod.url, timeout=30, name=pod.name)
+        self.stalls, self.released, self.calls = Event(), Event(), []
+        self.is_paused = False
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
+        if not self.stalls.is_set():
+            self.stalls.set()
+            assert self.released.wait(60)
+        self.is_paused = True
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.calls.append("resume")
+
+    def update_weights(self, update_info: dict) -> None:
+        self.calls.append("update")
+        self.released.set()
+        time.sleep(2)  # for what has stalled to go on
+        super().update_weights(update_info)
+        self.calls.append(f"updated, {'paused' if self.is_paused else 'not paused'}")
+
+
+def test_one_that_stalled_while_it_was_to_be_brought_up_stays_paused_until_the_send_that_came_has_ended(pods):
+    one, two, _ = pods
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(one))
+    drawn(source)
+    fleet.send(0, pausing=True)
+    client = Stalling(two)
+    fleet.add(client)
+    assert client.stalls.wait(PATIENCE)
+    new = drawn(source)
+    report = fleet.send(1, pausing=True)
+    assert {*report.reports} == {"one", "two"}, report
+    assert served(two) == (1, new)
+    assert "updated, paused" in client.calls, client.calls
+    assert until(lambda: not client.is_paused), client.calls
+    assert whys(fleet) == {"one": None, "two": None}
+    fleet.close()
+
+
+def test_one_that_stalled_until_the_send_that_came_had_ended_goes_on_and_is_behind_or_brought_up(pods):
+    one, two, _ = pods
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(one))
+    drawn(source)
+    fleet.send(0, pausing=True)
+    client = Stalling(two)
+    fleet.add(client)
+    assert client.stalls.wait(PATIENCE)
+    two.signal(signal.SIGSTOP)
+    new = drawn(source)
+    report = fleet.send(1, pausing=True)
+    assert [*report.reports] == ["one"] and [*report.behind] == ["two"]
+    two.signal(signal.SIGCONT)
+    client.released.set()
+    assert until(lambda: served(two) == (1, new)), fleet.describe()
+    assert until(lambda: not client.is_paused), client.calls
+    assert until(lambda: whys(fleet) == {"one": None, "two": None})
     fleet.close()
