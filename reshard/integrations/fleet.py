@@ -102,8 +102,8 @@ class Fleet:
     address for True, or another ``host:port`` of the first rank's host. Who asks knows the `secret`, or
     ``RESHARD_SECRET``; see `RefitGroup.join`.
 
-    With `peers`, engines that are new or behind get the last version from others between two sends, unless the weights
-    that are sent are an adapter's. Before the first send that is the highest version that engines serve by what they
+    With `peers`, engines that are new or behind get the last version from others between two sends, also of an adapter,
+    with the weights below it. Before the first send that is the highest version that engines serve by what they
     say, and the first send without a version has the next one; `version` names it instead, such as that of the
     checkpoint from which the trainer goes on.
     """
@@ -140,7 +140,7 @@ class Fleet:
         self._members = self._roster.members
         self._connections: list[_Connection] = []
         check_switch(peers, "peers")
-        self.peers = peers and options.get("adapter") is None
+        self.peers = peers
         self._begun: _Begun | FleetReport | None = None  # what was begun, or sent in its place
         self._switched: _Connection | None = None  # of the engines that have switched since the last send
         self._recovery: Recovery | None = None  # on the first rank, between two sends
@@ -151,7 +151,7 @@ class Fleet:
         self._door: Door | None = None  # on the first rank
         self.address = on_first_rank(self._open)
         self.host, self.port = parsed(self.address)  # for good: a name may have several addresses
-        self._recover(None, pausing=False, standing=Standing(version))
+        self._recover(None, pausing=False, standing=Standing(version, options.get("adapter")))
 
     def _open(self) -> str:
         """Listen, and serve the registry, if any, unless that is so; return the address. Raises ReshardError where that

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -20,7 +21,7 @@ from reshard.core.errors import ReshardError
 from reshard.integrations.members import Member, finish, new_claim
 from reshard.integrations.standing import Standing
 from reshard.integrations.sync import Calls, Meeting
-from reshard.integrations.vllm.transfer import count_workers
+from reshard.integrations.vllm.transfer import count_workers, with_adapter
 from reshard.refit.connecting import connect
 from reshard.refit.options import ConnectOptions
 
@@ -28,7 +29,7 @@ log = logging.getLogger("reshard.fleet")
 LOOK_SECONDS = 1.0  # between two looks at who is behind
 WATCH_SECONDS = 5.0  # between two questions what engines serve
 AGAIN_SECONDS = 10.0  # between two tries to bring up one engine
-OPTIONS = ("backend", "bucket_bytes", "relays")  # of a fleet's, that count for one refit
+OPTIONS = ("backend", "bucket_bytes", "relays", "adapter")  # of a fleet's, that count for one refit
 STOP_SECONDS = 5.0  # that a send waits for the end of what it has stopped
 
 
@@ -44,6 +45,11 @@ class Bringing:
     pausing: bool
     options: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter of which it is a version; None if it is of the weights."""
+        return self.options.get("adapter")
 
     @property
     def known_version(self) -> int:
@@ -135,7 +141,7 @@ class Recovery:
         }
         for name, member in asked.items():
             if name not in self._asked:
-                self._asked[name] = in_background(member.client.serves)
+                self._asked[name] = in_background(partial(member.client.serves, self.how.adapter))
         wait(self._asked.values(), WATCH_SECONDS)
         for name, member in asked.items():
             with self._lock:
@@ -214,8 +220,9 @@ class Recovery:
 
     def _refit(self, meeting: Meeting, member: Member, peer: Member) -> None:
         version, timeout = self.how.version, meeting.timeout
-        lend = meeting.arguments(1) | {"name": peer.name, "lends": version}
-        take = meeting.arguments(1 + peer.workers) | {"name": member.name}
+        adapter = with_adapter(self.how.adapter)
+        lend = meeting.arguments(1) | adapter | {"name": peer.name, "lends": version}
+        take = meeting.arguments(1 + peer.workers) | adapter | {"name": member.name}
         calls = [(peer, lambda: peer.client.init_weight_transfer_engine(lend))]
         calls += [(member, lambda: member.client.init_weight_transfer_engine(take))]
         with ExitStack() as ends:

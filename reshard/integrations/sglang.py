@@ -42,19 +42,21 @@ class SglangClient(EngineServer):
         """Return how many schedulers it has."""
         return server_ranks(self.url)
 
-    def serves(self) -> int | None:
+    def serves(self, adapter: str | None = None) -> int | None:
         """Return the version of the weights as SGLang tells it; None for one that is no number, such as of weights that
-        it has loaded."""
+        it has loaded. Raises ReshardError for an `adapter`: SGLang's are not refitted."""
+        if adapter is not None:
+            raise ReshardError(f"{self.url} is an SGLang, whose adapters are not refitted")
         answer = self._call("GET", "model_info")
         if not isinstance(answer, dict) or "weight_version" not in answer:
             raise ReshardError(f"{self.url} does not say which version it serves: use a newer SGLang")
         version = answer["weight_version"]
         return int(version) if isinstance(version, str) and version.isdecimal() else None
 
-    def holds(self) -> Held | None:
+    def holds(self, adapter: str | None = None) -> Held | None:
         """Return what it serves, as SGLang and its first scheduler tell it; None if they tell no version, or different
-        ones."""
-        version = self.serves()
+        ones. Raises ReshardError for an `adapter`."""
+        version = self.serves(adapter)
         if version is None:
             return None
         check_plugin(self.url)

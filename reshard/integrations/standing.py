@@ -4,6 +4,7 @@ others hand on."""
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from threading import Lock
 from typing import NamedTuple
 
@@ -28,15 +29,15 @@ class _Asked(NamedTuple):
 
 
 class Standing:
-    """The versions that engines say they serve. `given` is the one that the trainer has named, if any: then no other is
-    handed on.
+    """The versions that engines say they serve, of the weights or of an `adapter`. `given` is the one that the trainer
+    has named, if any: then no other is handed on.
 
     Versions are numbers of one sender, and another one's may be the same. So engines that serve what different senders
     have sent, or do not know whose it is, hand on nothing.
     """
 
-    def __init__(self, given: int | None) -> None:
-        self.given = given
+    def __init__(self, given: int | None, adapter: str | None = None) -> None:
+        self.given, self.adapter = given, adapter
         self.highest = -1 if given is None else given  # of all that was said
         self._asked: dict[str, _Asked] = {}
         self._known: dict[str, tuple[Member, float, str]] = {}  # who has answered when; why not
@@ -49,7 +50,9 @@ class Standing:
         with self._lock:
             for name, member in members.items():
                 if member.hands_on and self._is_due(name, member, wanted):
-                    self._asked[name] = _Asked(member, time.monotonic(), in_background(member.client.holds))
+                    self._asked[name] = _Asked(
+                        member, time.monotonic(), in_background(partial(member.client.holds, self.adapter))
+                    )
         wait([asked.answer for asked in self._asked.copy().values()], ASK_SECONDS)
 
     def _is_due(self, name: str, member: Member, wanted: int | None) -> bool:
