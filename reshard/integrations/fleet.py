@@ -133,9 +133,9 @@ class Fleet:
         # The highest version that was sent or begun, or that engines served before: no other weights get its number.
         self._last = -1 if version is None else version
         self._is_new = True  # until it sends
-        self._sent_as = self._before_switch = (
-            self.origin
-        )  # of the version, and of what engines had before they switched
+        self._top = -1  # the highest version that was sent or begun with this origin
+        # The origins of the version, and of what engines had before they switched.
+        self._sent_as = self._before_switch = self.origin
         self._roster = Roster(self.is_first)
         self._members = self._roster.members
         self._connections: list[_Connection] = []
@@ -405,10 +405,10 @@ class Fleet:
         self._disconnect(self._roster.follow())
         if how.version is None:
             how = replace(how, version=self._last + 1)
-        elif how.version <= self._last:  # another version may have had this number
+        elif how.version <= self._top:  # other weights may have had this number
             self.origin = on_first_rank(_new_origin)
             self._disconnect(self._connected())
-        self._last = max(self._last, how.known_version)
+        self._top, self._last = how.known_version, max(self._last, how.known_version)
         answering = self._roster.answering([name for name in self._members if name not in self._connected()])
         tried = [*self._connected(), *answering]
         together = [name for name in tried if not self._members[name].has_failed]

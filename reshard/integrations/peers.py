@@ -71,9 +71,8 @@ class Recovery:
     ) -> None:
         self.members, self.how, self.standing = members, how, standing
         self._wake, self._stopped = Event(), False
-        self._lock = (
-            Lock()
-        )  # of whether it is stopped, while the first rank joins a meeting, or notes what it learned
+        # Of whether it is stopped, while the first rank joins a meeting, or notes what it has learned.
+        self._lock = Lock()
         self._meeting: Meeting | None = None  # of those that are under way
         self._again: dict[str, float] = {}  # when to try an engine next
         self._asked: dict[str, Future[int | None]] = {}  # what engines serve, as they say

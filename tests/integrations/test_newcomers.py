@@ -279,3 +279,24 @@ def test_one_that_stalled_until_the_send_that_came_had_ended_goes_on_and_is_behi
     assert until(lambda: not client.is_paused), client.calls
     assert until(lambda: whys(fleet) == {"one": None, "two": None})
     fleet.close()
+
+
+def test_numbers_that_do_not_go_up_have_another_origin_and_those_after_them_the_same_connection(pods):
+    one, *_ = pods
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(one))
+    origins, connections = [], []
+    for version in (7, 8, 3, 4, 4, 9):
+        bits = drawn(source)
+        fleet.send(version)
+        assert served(one) == (version, bits)
+        held = client_of(one).holds()
+        assert held == (version, fleet.origin)
+        origins.append(held.origin)
+        connections.append(fleet._connections[0].transfer)
+    for same in (origins, connections):
+        assert same[0] == same[1] != same[2] == same[3] != same[4] == same[5]
+    assert len(set(origins)) == 3
+    assert fleet.send().version == 10
+    fleet.close()
