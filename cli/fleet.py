@@ -46,6 +46,8 @@ def lines(fleet: dict[str, Any]) -> list[str]:
     engines, version = fleet["engines"], fleet["version"]
     current = [name for name, engine in engines.items() if engine["why"] is None]
     said = "nothing was sent yet" if version is None else f"version {version}"
+    if fleet.get("found") is not None:
+        said += f", and engines serve version {fleet['found']} from before"
     width = max(map(len, engines), default=0)
     return [f"{said}: {len(current)} of {len(engines)} engines have it"] + [
         f"  {name:{width}}  {_state(engine)}" for name, engine in engines.items()

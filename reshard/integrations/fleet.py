@@ -16,6 +16,7 @@ Ranks and sizes are the fleet's business, and all of it goes by one port.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
@@ -30,11 +31,13 @@ from reshard.comm.hosts import address_of, has_port, parsed
 from reshard.comm.ranks import on_first_rank
 from reshard.comm.registry import Registry
 from reshard.core.errors import OptionError, ReshardError, first_line, listed
-from reshard.core.limits import check_seconds, check_switch
-from reshard.integrations.members import FleetReport, go_on, pause
+from reshard.core.limits import check_number, check_seconds, check_switch
+from reshard.engines.workers.lending import LAST_VERSION
+from reshard.integrations.members import FleetReport, Member, new_claim
 from reshard.integrations.peers import Bringing, Recovery
 from reshard.integrations.roster import Roster
 from reshard.integrations.sglang import SglangClient
+from reshard.integrations.standing import Standing
 from reshard.integrations.switching import (
     GO_ON,
     KEEP,
@@ -99,8 +102,10 @@ class Fleet:
     address for True, or another ``host:port`` of the first rank's host. Who asks knows the `secret`, or
     ``RESHARD_SECRET``; see `RefitGroup.join`.
 
-    With `peers`, engines that are new or behind get the last version from others between two sends, unless the weights
-    that are sent are an adapter's.
+    With `peers`, engines that are new or behind get the last version from others between two sends, also of an adapter,
+    with the weights below it. Before the first send that is the highest version that engines serve by what they
+    say, and the first send without a version has the next one; `version` names it instead, such as that of the
+    checkpoint from which the trainer goes on.
     """
 
     def __init__(
@@ -112,21 +117,30 @@ class Fleet:
         registry: bool | str | None = None,
         secret: str | None = None,
         peers: bool = True,
+        version: int | None = None,
         **options: Any,
     ) -> None:
         check_seconds(timeout, "timeout")
+        if version is not None:
+            check_number(version, "version", LAST_VERSION, 0)
         self.source, self.timeout = source, timeout
         self.host, self.port = parsed(host) if has_port(host) else (host, 0)
-        ConnectOptions(**options).checked()
+        self.origin = on_first_rank(_new_origin)  # of all that this sends, with numbers that go up
+        ConnectOptions(**options, origin=self.origin).checked()
         self.options = options
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.version: int | None = None
-        self._last = -1  # the highest version that was sent or begun: no other weights get its number
+        # The highest version that was sent or begun, or that engines served before: no other weights get its number.
+        self._last = -1 if version is None else version
+        self._is_new = True  # until it sends
+        self._top = -1  # the highest version that was sent or begun with this origin
+        # The origins of the version, and of what engines had before they switched.
+        self._sent_as = self._before_switch = self.origin
         self._roster = Roster(self.is_first)
         self._members = self._roster.members
         self._connections: list[_Connection] = []
         check_switch(peers, "peers")
-        self.peers = peers and options.get("adapter") is None
+        self.peers = peers
         self._begun: _Begun | FleetReport | None = None  # what was begun, or sent in its place
         self._switched: _Connection | None = None  # of the engines that have switched since the last send
         self._recovery: Recovery | None = None  # on the first rank, between two sends
@@ -137,6 +151,7 @@ class Fleet:
         self._door: Door | None = None  # on the first rank
         self.address = on_first_rank(self._open)
         self.host, self.port = parsed(self.address)  # for good: a name may have several addresses
+        self._recover(None, pausing=False, standing=Standing(version, options.get("adapter")))
 
     def _open(self) -> str:
         """Listen, and serve the registry, if any, unless that is so; return the address. Raises ReshardError where that
@@ -220,8 +235,9 @@ class Fleet:
             recovery.look()
 
     def describe(self) -> dict[str, Any]:
-        """Return the fleet's ``version``, and of each of its ``engines`` the ``version`` that it got last and how many
-        seconds ago (``age``), whether it is ``connected``, and ``why`` it is behind, if it is."""
+        """Return the fleet's ``version``, before its first send the one that engines serve from before (``found``), and
+        of each of its ``engines`` the ``version`` that it got last and how many seconds ago (``age``), whether it is
+        ``connected``, and ``why`` it is behind, if it is."""
         engines, connected = {}, self._connected()
         for member in self._roster.known().values():
             engines[member.name] = {
@@ -234,7 +250,9 @@ class Fleet:
                 and not member.has_restarted,
                 "why": member.why or None,
             }
-        return {"version": self.version, "engines": engines}
+        recovery = self._recovery
+        found = recovery.how.version if recovery is not None and recovery.standing is not None else None
+        return {"version": self.version, "found": found, "engines": engines}
 
     def _connected(self) -> list[str]:
         return [name for connection in self._connections for name in connection.names]
@@ -327,6 +345,7 @@ class Fleet:
             self._disconnect(names)
         if failure or report is None:
             raise ReshardError(f"version {how.version} is in no engine: {failure}; the next send brings all")
+        self._before_switch = self._sent_as
         self._switched = begun.connection._replace(names=tuple(name for name in names if name not in failed))
         reports = {name: report for name in names if name not in failed}
         for name in reports:
@@ -351,7 +370,7 @@ class Fleet:
         failed = on_first_rank(lambda: roll_back_all(clients, version, transfer.ticket, self.timeout))
         transfer.link.roll_back()
         assert version is not None, "what is switched from has a version"
-        self.version = version
+        self.version, self._sent_as = version, self._before_switch
         for name, member in self._members.items():
             if name in failed:
                 member.lost(failed[name])
@@ -378,12 +397,18 @@ class Fleet:
         that answer."""
         self._end_begun()
         self._switched = None
+        if self._is_new and how.version is None:
+            self._last = max(self._last, on_first_rank(self._highest_served))
+        self._is_new = False
         self._end_recovery()
         on_first_rank(self._open)
         self._disconnect(self._roster.follow())
         if how.version is None:
             how = replace(how, version=self._last + 1)
-        self._last = max(self._last, how.known_version)
+        elif how.version <= self._top:  # other weights may have had this number
+            self.origin = on_first_rank(_new_origin)
+            self._disconnect(self._connected())
+        self._top, self._last = how.known_version, max(self._last, how.known_version)
         answering = self._roster.answering([name for name in self._members if name not in self._connected()])
         tried = [*self._connected(), *answering]
         together = [name for name in tried if not self._members[name].has_failed]
@@ -405,6 +430,10 @@ class Fleet:
         """Note what the engines have, by the report of each that has the version; they bring up the others from now on.
         Raises ReshardError if one that is required is behind."""
         version = self.version = how.known_version
+        self._sent_as = self.origin
+        for name, member in self._members.items():
+            if name not in reports and member.version == version:
+                member.version = None  # it has what had this number before
         # Before others bring them up: the first rank alone learns what comes of that.
         behind = {name: member.why for name, member in self._members.items() if name not in reports}
         self._recover(version, how.pausing)
@@ -419,11 +448,16 @@ class Fleet:
             raise ReshardError(f"version {version} is not in {listed(said, 3)}")
         return sent
 
-    def _recover(self, version: int, pausing: bool) -> None:
-        """Have engines that have a version bring up the others, from now on."""
+    def _recover(self, version: int | None, pausing: bool, standing: Standing | None = None) -> None:
+        """Have engines that have a version bring up the others, from now on; that of their `standing` if None."""
         if self.is_first and self.peers:
-            how = Bringing(version, self._invite, self.timeout, pausing, self.options)
-            self._recovery = Recovery(self._roster.known, how)
+            how = Bringing(version, self._invite, self.timeout, pausing, self.options, self._sent_as)
+            self._recovery = Recovery(self._roster.known, how, standing)
+
+    def _highest_served(self) -> int:
+        """Return the highest version that engines serve from before, as far as they say it; -1 for none."""
+        standing = self._recovery.standing if self._recovery is not None else None
+        return standing.wait_for_all(self._roster.known) if standing is not None else -1
 
     def _end_recovery(self) -> None:
         """Have nobody be brought up any more by others."""
@@ -460,12 +494,17 @@ class Fleet:
     def _attempt(self, names: Sequence[str], how: _How) -> tuple[dict[str, RefitReport], dict[str, str], str]:
         """Refit these engines together. Return the reports of those that have the weights, why single ones have
         failed, and why all others have; these are disconnected."""
+        claim = new_claim()
+        pause = partial(Member.pause, claim=claim)
         failed = self._roster.each(names, pause, self.timeout) if how.pausing else {}
         report, failure = None, ""
         if not failed:
             report, failure = self._together(lambda: self._transfer(names).send(how.version, how.verify))
         if how.pausing:  # also after a failure: engines then answer those who wait that they may not serve
-            resumed = self._roster.each(names, partial(go_on, is_new=report is not None), self.timeout)
+            is_new = report is not None
+            resumed = self._roster.each(
+                names, partial(Member.go_on, claim=claim, is_new=is_new), self.timeout
+            )
             failed |= resumed if report is not None else {}
         if report is None or failed:
             self._disconnect(names)
@@ -502,6 +541,7 @@ class Fleet:
             engine_ranks=[member.workers for member in members],
             timeout=self.timeout,
             secret=secret,
+            origin=self.origin,
             **self.options,
         )
         self._connections.append(_Connection(tuple(names), transfer))
@@ -549,6 +589,11 @@ class Fleet:
             self._members[name].why = "the fleet was closed"
         self._disconnect(self._connected())
         self._stop_listening()
+
+
+def _new_origin() -> str:
+    """Return an origin that no other fleet has (`reshard.refit.options.ConnectOptions`)."""
+    return secrets.token_hex(8)
 
 
 def _said(pair: tuple[str, str]) -> str:

@@ -5,11 +5,21 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from itertools import count
+from threading import Lock
+from typing import Any, NamedTuple
 
 from reshard.core.printed import Printed
 from reshard.refit.link import RefitReport
 from reshard.refit.pending.report import BegunReport
+
+
+class Held(NamedTuple):
+    """What an engine serves: the version, and whose it is (`reshard.refit.options.ConnectOptions`), empty if it does
+    not know that."""
+
+    version: int
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,9 @@ class FleetReport(Printed):
         }
 
 
+_claims = count(1)
+
+
 @dataclass
 class Member:
     """An engine: its `client`, on the first rank, and how many `workers` it has."""
@@ -47,12 +60,15 @@ class Member:
     name: str
     client: Any = None
     workers: int = 0
-    version: int | None = None  # the last that it got
+    version: int | None = None  # the last that it got, or serves from before
+    origin: str = ""  # of the version that it serves from before
     refitted_at: float | None = None
     why: str = "it was added after the last send"  # it is behind; empty while it is not
     asked: "Future[int] | None" = None  # how many workers it says that it has, while it is not connected
     has_failed: bool = False  # since it was last refitted
     has_restarted: bool = False  # since it was connected
+    _paused_by: set[int] = field(default_factory=set)  # claims
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)  # of these, and while it resumes
 
     @property
     def hands_on(self) -> bool:
@@ -68,6 +84,25 @@ class Member:
         """Note that it no longer serves the version that it had."""
         self.version, self.has_restarted = None, True
         self.why = "it no longer serves the weights that it got: it was started again, or got others"
+
+    def pause(self, claim: int) -> None:
+        """Let no request run until `go_on` with the same claim (`new_claim`), as far as its client can."""
+        with self._lock:
+            self._paused_by.add(claim)
+        if hasattr(self.client, "pause"):
+            self.client.pause()
+
+    def go_on(self, claim: int, is_new: bool) -> None:
+        """Let requests run again, unless a later claim has them paused, which lets them go on; drop before what was
+        computed from the old weights if there are new ones. A call that comes late so ends no pause but its own."""
+        try:
+            if is_new and hasattr(self.client, "reset_prefix_cache"):
+                self.client.reset_prefix_cache()
+        finally:
+            with self._lock:
+                self._paused_by.discard(claim)
+                if hasattr(self.client, "resume") and claim > max(self._paused_by, default=0):
+                    self.client.resume()
 
     def state(self) -> dict[str, Any]:
         """Return what all ranks have to know of it."""
@@ -88,20 +123,9 @@ class Member:
         self.version = None
 
 
-def pause(client: Any) -> None:
-    """Let no request of an engine run, as far as its client can."""
-    if hasattr(client, "pause"):
-        client.pause()
-
-
-def go_on(client: Any, is_new: bool) -> None:
-    """Let requests run again; drop before what was computed from the old weights if there are new ones."""
-    try:
-        if is_new and hasattr(client, "reset_prefix_cache"):
-            client.reset_prefix_cache()
-    finally:
-        if hasattr(client, "resume"):
-            client.resume()
+def new_claim() -> int:
+    """Return a claim to have engines paused, later than all before."""
+    return next(_claims)
 
 
 def finish(engine: Any, version: str | None) -> None:

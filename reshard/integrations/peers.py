@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -17,9 +18,10 @@ from reshard.comm.background import in_background
 from reshard.comm.group import RefitGroup
 from reshard.comm.ranks import error_line
 from reshard.core.errors import ReshardError
-from reshard.integrations.members import Member, finish, go_on, pause
+from reshard.integrations.members import Member, finish, new_claim
+from reshard.integrations.standing import Standing
 from reshard.integrations.sync import Calls, Meeting
-from reshard.integrations.vllm.transfer import count_workers
+from reshard.integrations.vllm.transfer import count_workers, with_adapter
 from reshard.refit.connecting import connect
 from reshard.refit.options import ConnectOptions
 
@@ -27,34 +29,50 @@ log = logging.getLogger("reshard.fleet")
 LOOK_SECONDS = 1.0  # between two looks at who is behind
 WATCH_SECONDS = 5.0  # between two questions what engines serve
 AGAIN_SECONDS = 10.0  # between two tries to bring up one engine
-OPTIONS = ("backend", "bucket_bytes", "relays")  # of a fleet's, that count for one refit
+OPTIONS = ("backend", "bucket_bytes", "relays", "adapter")  # of a fleet's, that count for one refit
 STOP_SECONDS = 5.0  # that a send waits for the end of what it has stopped
 
 
 @dataclass(frozen=True)
 class Bringing:
-    """The way in which engines are brought up: to which `version`, how many seconds members wait for each other,
-    whether requests are `pausing` meanwhile, and the options of `reshard.refit.connect`. `invite` returns an address
-    and a secret with which they can meet."""
+    """The way in which engines are brought up: to which `version`, None while there is none, how many seconds members
+    wait for each other, whether requests are `pausing` meanwhile, and the options of `reshard.refit.connect`. `invite`
+    returns an address and a secret with which they can meet. `origin` tells whose version it is."""
 
-    version: int
+    version: int | None
     invite: Callable[[], tuple[str, str]]
     timeout: float
     pausing: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter of which it is a version; None if it is of the weights."""
+        return self.options.get("adapter")
+
+    @property
+    def known_version(self) -> int:
+        """The version, once there is one."""
+        assert self.version is not None
+        return self.version
 
 
 class Recovery:
     """A thread of the trainer's first rank that brings up engines from others, between two sends.
 
     `members` returns all of the fleet's engines, by name, each time anew; those whose version is that of `how` hand it
-    on. An engine that has been started again since is noticed.
+    on. An engine that has been started again since is noticed. Before the first send engines' `standing` says which
+    version that is.
     """
 
-    def __init__(self, members: Callable[[], Mapping[str, Member]], how: Bringing) -> None:
-        self.members, self.how = members, how
+    def __init__(
+        self, members: Callable[[], Mapping[str, Member]], how: Bringing, standing: Standing | None = None
+    ) -> None:
+        self.members, self.how, self.standing = members, how, standing
         self._wake, self._stopped = Event(), False
-        self._lock = Lock()  # of whether it is stopped, while the first rank joins a meeting
+        # Of whether it is stopped, while the first rank joins a meeting, or notes what it has learned.
+        self._lock = Lock()
         self._meeting: Meeting | None = None  # of those that are under way
         self._again: dict[str, float] = {}  # when to try an engine next
         self._asked: dict[str, Future[int | None]] = {}  # what engines serve, as they say
@@ -81,11 +99,12 @@ class Recovery:
 
     def _run(self) -> None:
         while not self._stopped:
+            self._find_version()
             if time.monotonic() >= self._watch_at:
                 self._watch()
                 self._watch_at = time.monotonic() + WATCH_SECONDS
             for name, member in self.members().items():
-                if self._stopped or member.version == self.how.version or not member.hands_on:
+                if self._stopped or not self._is_behind(member):
                     continue
                 if time.monotonic() >= self._again.get(name, 0.0):
                     self._try(member)
@@ -93,41 +112,73 @@ class Recovery:
             self._wake.wait(LOOK_SECONDS)
             self._wake.clear()
 
+    def _find_version(self) -> None:
+        """Follow what engines say that they serve from before."""
+        if self.standing is None:
+            return
+        self.standing.ask(self.members(), self.how.version)
+        with self._lock:
+            if not self._stopped:
+                held = self.standing.take(self.members())
+                version, origin = (None, "") if held is None else held
+                self.how = replace(self.how, version=version, origin=origin)
+
+    def _is_behind(self, member: Member) -> bool:
+        """Return True if an engine is to be brought up: one that serves a later version than the trainer has named is
+        left alone."""
+        version = self.how.version
+        if version is None or not member.hands_on or member.version == version:
+            return False
+        return self.standing is None or member.version is None or member.version < version
+
     def _watch(self) -> None:
         """Ask engines that have the version whether they still serve it: one may have been started again."""
         asked = {
             name: member
             for name, member in self.members().items()
-            if member.version == self.how.version and member.hands_on
+            if member.version is not None and member.version == self.how.version and member.hands_on
         }
         for name, member in asked.items():
             if name not in self._asked:
-                self._asked[name] = in_background(member.client.serves)
+                self._asked[name] = in_background(partial(member.client.serves, self.how.adapter))
         wait(self._asked.values(), WATCH_SECONDS)
         for name, member in asked.items():
-            if self._stopped or not self._asked[name].done():
-                continue
-            answer = self._asked.pop(name)
-            error = answer.exception()
-            if error is not None:
-                member.why = error_line(error)
-            elif answer.result() == self.how.version:
-                member.why = ""
-            else:
-                member.restarted()
+            with self._lock:
+                if not self._stopped and self._asked[name].done():
+                    self._note(member, self._asked.pop(name))
+
+    def _note(self, member: Member, answer: "Future[int | None]") -> None:
+        """Note what an engine that had the version says that it serves."""
+        error = answer.exception()
+        if error is not None:
+            member.why = error_line(error)
+        elif answer.result() == self.how.version:
+            member.why = ""
+        else:
+            member.restarted()
 
     def _try(self, member: Member) -> None:
         """Bring an engine up from the first of its peers that can do that."""
-        try:
-            member.workers = count_workers(member.client)
-        except ReshardError as error:
-            member.why = str(error)
+        if not self._counts_workers(member):
             return
         for peer in [one for one in self.members().values() if one.version == self.how.version]:
             if self._stopped:
                 return
-            if peer.hands_on and self._brings_up(member, peer):
+            if not peer.hands_on or not (peer.workers or self._counts_workers(peer)):
+                continue
+            if self._brings_up(member, peer):
                 return
+
+    def _counts_workers(self, member: Member) -> bool:
+        """Ask an engine how many workers it has; return whether it has said that."""
+        try:
+            member.workers = count_workers(member.client)
+        except ReshardError as error:
+            with self._lock:
+                if not self._stopped:  # else it may have been refitted since
+                    member.why = str(error)
+            return False
+        return True
 
     def _brings_up(self, member: Member, peer: Member) -> bool:
         """Have an engine take the weights of a peer; return whether it has them."""
@@ -136,13 +187,14 @@ class Recovery:
         try:
             address, secret = how.invite()
             self._meeting = meeting = Meeting(address, size, how.timeout, secret)
-            if how.pausing:
-                pause(member.client)
+            claim = new_claim()
             try:
+                if how.pausing:
+                    member.pause(claim)
                 self._refit(meeting, member, peer)
             finally:
                 if how.pausing:
-                    go_on(member.client, is_new=True)
+                    member.go_on(claim, is_new=True)
         except Exception as error:  # of whatever kind a client raises: others are still to be brought up
             if self._stopped:
                 return False  # the send that stopped this says what becomes of it
@@ -152,7 +204,8 @@ class Recovery:
         else:
             if self._stopped:
                 return False  # which may have brought it another version since
-            member.refitted(how.version)
+            member.refitted(how.known_version)
+            member.origin = how.origin
             seconds = time.monotonic() - began
             log.info("%s has version %s from %s, %.2f s", member.name, how.version, peer.name, seconds)
             return True
@@ -166,8 +219,9 @@ class Recovery:
 
     def _refit(self, meeting: Meeting, member: Member, peer: Member) -> None:
         version, timeout = self.how.version, meeting.timeout
-        lend = meeting.arguments(1) | {"name": peer.name, "lends": version}
-        take = meeting.arguments(1 + peer.workers) | {"name": member.name}
+        adapter = with_adapter(self.how.adapter)
+        lend = meeting.arguments(1) | adapter | {"name": peer.name, "lends": version}
+        take = meeting.arguments(1 + peer.workers) | adapter | {"name": member.name}
         calls = [(peer, lambda: peer.client.init_weight_transfer_engine(lend))]
         calls += [(member, lambda: member.client.init_weight_transfer_engine(take))]
         with ExitStack() as ends:
@@ -179,6 +233,7 @@ class Recovery:
             self._check_goes_on()
             # There is one refit: what is kept for the next, as with deltas, would be an engine's memory for nothing.
             options = {name: value for name, value in self.how.options.items() if name in OPTIONS}
+            options["origin"] = self.how.origin
             link = connecting.alongside(group, lambda: connect(group, None, None, ConnectOptions(**options)))
             ends.callback(link.close)
             info = {"version": version, "verify": True, "ticket": group.ticket()}

@@ -112,12 +112,12 @@ class Roster:
         error = asked.exception()
         return (asked.result(), "") if error is None else (None, first_line(error))
 
-    def each(self, names: Sequence[str], call: Callable[[Any], None], seconds: float) -> dict[str, str]:
-        """Call each of these engines' clients on the first rank; return, on all, why calls failed, or were late, by
+    def each(self, names: Sequence[str], call: Callable[[Member], None], seconds: float) -> dict[str, str]:
+        """Make a call for each of these engines on the first rank; return, on all, why calls failed, or were late, by
         name."""
 
         def made() -> dict[str, str]:
-            calls = {name: in_background(partial(call, self.members[name].client)) for name in names}
+            calls = {name: in_background(partial(call, self.members[name])) for name in names}
             wait(calls.values(), seconds)
             late = f"engine %s did not answer within {seconds:g} s"
             errors = {name: one.exception() if one.done() else late % name for name, one in calls.items()}

@@ -1,12 +1,21 @@
 """The client of an SGLang server, for `reshard.integrations.Fleet` and `reshard.integrations.WeightTransfer`."""
 
+import json
 from typing import Any
 
 from reshard.comm.http import EngineServer
 from reshard.core.errors import OptionError, ReshardError
 from reshard.core.limits import check_seconds
-from reshard.engines.sglang.calls import act_on_server, connect_server, refit_server, server_ranks
-from reshard.engines.workers.actions import BEGIN, DROP, REFIT, ROLL_BACK, SWITCH
+from reshard.engines.sglang.calls import (
+    act_on_server,
+    check_plugin,
+    connect_server,
+    refit_server,
+    server_ranks,
+)
+from reshard.engines.workers.actions import BEGIN, DROP, HOLDS, REFIT, ROLL_BACK, SWITCH
+from reshard.integrations.members import Held
+from reshard.integrations.vllm.transfer import held_by
 from reshard.refit.options import check_member_name
 
 START_IT = "start it with reshard installed where SGLang is"
@@ -33,14 +42,30 @@ class SglangClient(EngineServer):
         """Return how many schedulers it has."""
         return server_ranks(self.url)
 
-    def serves(self) -> int | None:
+    def serves(self, adapter: str | None = None) -> int | None:
         """Return the version of the weights as SGLang tells it; None for one that is no number, such as of weights that
-        it has loaded."""
+        it has loaded. Raises ReshardError for an `adapter`: SGLang's are not refitted."""
+        if adapter is not None:
+            raise ReshardError(f"{self.url} is an SGLang, whose adapters are not refitted")
         answer = self._call("GET", "model_info")
         if not isinstance(answer, dict) or "weight_version" not in answer:
             raise ReshardError(f"{self.url} does not say which version it serves: use a newer SGLang")
         version = answer["weight_version"]
         return int(version) if isinstance(version, str) and version.isdecimal() else None
+
+    def holds(self, adapter: str | None = None) -> Held | None:
+        """Return what it serves, as SGLang and its first scheduler tell it; None if they tell no version, or different
+        ones. Raises ReshardError for an `adapter`."""
+        version = self.serves(adapter)
+        if version is None:
+            return None
+        check_plugin(self.url)
+        answer = act_on_server(self.url, HOLDS, self.timeout)
+        try:
+            held = held_by([json.loads(answer["message"])])
+        except (TypeError, LookupError, ValueError) as error:
+            raise ReshardError(f"{self.url} does not say what it serves: {answer!r:.200}") from error
+        return held if held is not None and held.version == version else None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the trainer, and connect."""

@@ -28,7 +28,7 @@ class Agreement:
     whether engines pass on what several of them want, or ``auto``.
     `unmapped` says, by trainer's rank and inference rank, why the second could not map the first one's memory
     at connect. `shared`: engines' ranks had better pass on what they get (`should_relay`). `ignored` are the fields of
-    the engine's config that any member ignores.
+    the engine's config that any member ignores. `origin` is that of the weights (`ConnectOptions`).
     """
 
     rank: int
@@ -43,6 +43,7 @@ class Agreement:
     unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
     shared: bool = False
     ignored: tuple[str, ...] = ()
+    origin: str = ""
 
     @property
     def participants(self) -> list[int]:
@@ -173,6 +174,7 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
         next((greeting.relays for greeting in greetings if greeting.relays != AUTO), AUTO),
         shared=should_relay(greetings, devices),
         ignored=tuple(sorted({field for greeting in greetings for field in greeting.ignored})),
+        origin=next((greeting.origin for greeting in greetings if "trainer" in greeting.roles), ""),
     )
 
 
@@ -198,6 +200,12 @@ def check_sides(greetings: Sequence[Greeting]) -> None:
         (one, name), (other, other_name), *_ = adapters.items()
         raise ReshardError(
             f"{name} connects with adapter={one!r}, {other_name} with {other!r}: give all the same, or none"
+        )
+    origins = {one.origin: one.name for one in greetings if one.origin or "trainer" in one.roles}
+    if len(origins) > 1:
+        first, second, *_ = origins.values()
+        raise ReshardError(
+            f"{first} and {second} mean weights of different senders, whose versions may have the same numbers"
         )
     for option in ("backend", "relays"):
         chosen = {vars(greeting)[option]: greeting.name for greeting in greetings}

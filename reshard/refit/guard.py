@@ -23,7 +23,8 @@ class Guard:
     "this `engine` holds" while the weights are not whole. `when_loaded` are methods to call when
     the engine has loaded all weights itself, `readers` those that end who reads the weights for others, before anything
     writes into them or takes their memory away; their owners may go away. `since` is the time from which on the
-    weights are not whole. `shared`: requests of this engine run through weights of others, too, as experts of data
+    weights are not whole. `origin` tells whose `version` it is (`reshard.refit.options.ConnectOptions`), empty if
+    nobody has said that. `shared`: requests of this engine run through weights of others, too, as experts of data
     parallel ones, so that it refuses where those may be half-written.
 
     `losses` counts how often weights were lost, `buffer_losses` how often buffers were lost with them. `loaded_at` is
@@ -47,6 +48,7 @@ class Guard:
     writes: int = 0
     other_writes: int = 0
     shared: bool = False
+    origin: str = ""
     since: float = field(default_factory=time.time)
     _held: tuple[int, bytes, bytes] = (-1, b"", b"")  # `writes`, and the digests
 
@@ -58,7 +60,8 @@ class Guard:
         self.end_readers()
         if self.ready:
             self.since = time.time()
-        self.ready, self.reason, self.writes, self.version = False, reason, self.writes + 1, None
+        self.ready, self.reason, self.writes = False, reason, self.writes + 1
+        self.version, self.origin = None, ""
 
     def lose(self, reason: str) -> None:
         """Refuse to serve from now on: the engine has discarded or overwritten its weights."""
@@ -67,7 +70,7 @@ class Guard:
 
     def loaded(self) -> None:
         """Serve again: the engine has loaded all weights itself, so no refit has brought them."""
-        self.ready, self.version, self.writes = True, None, self.writes + 1
+        self.ready, self.version, self.origin, self.writes = True, None, "", self.writes + 1
         self.loads, self.loaded_at, self.other_writes = self.loads + 1, self.losses, self.other_writes + 1
         for method in [reference() for reference in self.when_loaded]:
             if method is not None:
@@ -76,7 +79,8 @@ class Guard:
     def altered(self) -> None:
         """Note that others are about to write some weights: they are of no version, and nothing may build on them."""
         self.end_readers()
-        self.version, self.writes, self.other_writes = None, self.writes + 1, self.other_writes + 1
+        self.version, self.origin = None, ""
+        self.writes, self.other_writes = self.writes + 1, self.other_writes + 1
 
     def end_readers(self) -> None:
         """Have nobody read the weights for others from now on: they will be written, or lose their memory. Ends all
@@ -124,9 +128,10 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the weights: whether the engine is ``ready`` to serve them, and which ``version`` they
-        are; if not, the ``refusal``, and ``since`` when (seconds of the epoch)."""
+        are, of which ``origin``; if not, the ``refusal``, and ``since`` when (seconds of the epoch)."""
         since = None if self.ready else self.since
-        return {"ready": self.ready, "version": self.version, "refusal": self.refusal, "since": since}
+        state = {"ready": self.ready, "version": self.version, "origin": self.origin}
+        return state | {"refusal": self.refusal, "since": since}
 
 
 def call_after(method: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:

@@ -177,6 +177,7 @@ class Link:
             self.log.failed(f"{self.log.what} {self.refits}", time.perf_counter() - start, error)
             raise
         if self.receiver is not None:
+            self.receiver.engine.guard.origin = self.agreed.origin
             self.receiver.engine.end(agreed_version)
         if not self.keep_mapped:
             self.transports.free()

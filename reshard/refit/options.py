@@ -44,6 +44,9 @@ class ConnectOptions:
     With `relays` engines that want the same bytes of a trainer's rank by NCCL, or Gloo, pass them on to each other, or
     read them from each other by NIXL and staged, so that they leave it once: ``auto`` (where there are enough to gain
     by it), ``always`` or ``never``; one that says another than ``auto`` decides for all.
+
+    `origin` tells the versions of one sender from those of all others that have the same numbers: a text drawn at
+    random, which engines keep beside the version. All who have the weights give the same, or none.
     """
 
     backend: str = "auto"
@@ -54,6 +57,7 @@ class ConnectOptions:
     delta_on_host: bool = False
     pending_bytes: int = PENDING_BYTES
     relays: str = AUTO
+    origin: str = ""
     name: str | None = None  # of this member, in errors and logs of all
 
     def checked(self: Options, name: Callable[[str], str] = str) -> Options:
@@ -79,6 +83,7 @@ class ConnectOptions:
             "adapter": self.adapter or "",
             "delta": self.delta,
             "relays": self.relays,
+            "origin": self.origin,
         }
 
     def for_adapter(self: Options) -> Options:

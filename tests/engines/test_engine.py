@@ -286,7 +286,9 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     assert outcome["version of a half-written one"] == [None]
     logprobs, states = outcome["whole again"]
     assert logprobs == outcome["second"][1], "equal to the last bit"
-    assert states == [{"ready": True, "version": 9, "refusal": "", "since": None, "asleep": False}]
+    assert states == [
+        {"ready": True, "version": 9, "origin": "", "refusal": "", "since": None, "asleep": False}
+    ]
 
 
 def test_an_llm_whose_workers_fail_answers_in_a_sentence_and_serves_what_comes_next(converted, tmp_path):

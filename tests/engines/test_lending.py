@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakMethod
 
@@ -10,8 +11,10 @@ import torch
 
 from reshard.comm.door import held_door
 from reshard.core.errors import ReshardError
+from reshard.engines.workers.lending import LentBelow
 from reshard.refit import RefitGroup, connect
 from reshard.refit.link import Link
+from reshard.refit.lora.lent import LentAdapter
 from tests.refit.test_transports import COLUMNS, OneTensor
 from tests.starting.ranks import caught, free_port
 from tests.tools.lender import Lender
@@ -49,14 +52,16 @@ def handed_on(
     port: int = 0,
     secret: str | None = None,
     ends: bool = False,
+    origin: str = "",
 ) -> list[str]:
     """What a process without weights says that brings up a newcomer, and what the newcomer says; whether it `ends` the
-    meeting."""
+    meeting, and whose weights it means."""
     address = f"127.0.0.1:{port or free_port()}"
     worker.reshard_lend(address, 1, 3, version, timeout=20.0, backend=backend, secret=secret)
 
     def refitted(group: RefitGroup, rank: int) -> None:
-        link = connect(group, None, newcomer if rank else None, backend=backend)
+        own = {"origin": "" if rank else origin}
+        link = connect(group, None, newcomer if rank else None, backend=backend, **own)
         try:
             link.refit(version, verify=True)
         finally:
@@ -185,3 +190,52 @@ def test_a_version_that_it_does_not_serve_is_refused_before_anybody_meets():
         with pytest.raises(ReshardError, match=named):
             worker.reshard_lend("127.0.0.1:1", 1, 3, 3)
     assert worker._reshard_lending is None
+
+
+@pytest.mark.parametrize("origin", ["", "a trainer"], ids=["whoever sent them", "by their sender"])
+def test_a_newcomer_learns_whose_version_it_has(origin):
+    worker, newcomer = Worker(), Newcomer(ROWS)
+    worker.engine.guard.origin = "a trainer"
+    assert handed_on(worker, newcomer, origin=origin) == ["no error", "no error"]
+    assert (newcomer.version, newcomer.guard.origin) == (3, "a trainer")
+    newcomer.guard.altered()
+    assert newcomer.guard.origin == "" and newcomer.version is None
+
+
+@pytest.mark.parametrize("held", ["", "another trainer"], ids=["not known", "another's"])
+def test_a_version_of_another_sender_is_not_handed_on_under_its_number(held):
+    worker, newcomer = Worker(), Newcomer(ROWS)
+    worker.engine.guard.origin = held
+    before = newcomer.weight.clone()
+    for said in handed_on(worker, newcomer, origin="a trainer"):
+        assert "mean weights of different senders, whose versions may have the same numbers" in said
+    assert torch.equal(newcomer.weight, before) and newcomer.version is None
+
+
+class Adapted(OneTensor):
+    """An engine whose adapter is in version 7."""
+
+    def adapter(self, name: str) -> SimpleNamespace:
+        assert name == "policy"
+        return SimpleNamespace(
+            lent=lambda version: LentAdapter(version, "a trainer", [], {}, torch.device("cpu"))
+        )
+
+
+def test_an_adapter_is_handed_on_only_with_the_weights_below_that_it_came_with():
+    worker = Worker()
+    with pytest.raises(ReshardError, match="serves no adapters that it could hand on"):
+        worker.reshard_lend("127.0.0.1:1", 1, 3, 7, adapter="policy")
+    engine = Adapted(ROWS)
+    engine.guard.loaded()
+    with pytest.raises(ReshardError, match="serves weights of no version below adapter 'policy'"):
+        LentBelow(engine, "policy", 7)
+    engine.guard.refitted(0)
+    lent = LentBelow(engine, "policy", 7)
+    below, adapter = lent.split_adapter()
+    assert below is lent and (lent.version, lent.origin) == (7, "a trainer")
+    adapter.check_current()
+    engine.guard.altered()
+    engine.guard.refitted(0)  # the number of a version says nothing
+    with pytest.raises(ReshardError, match="has got other weights than version 7, which it was handing on"):
+        adapter.check_current()

@@ -259,6 +259,10 @@ def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
 def test_a_server_with_pipeline_stages_is_a_member_of_a_fleet(served):
     trainer, engine = served
     assert trainer[-1] == [(6, ["pod-3"], {}), (7, ["pod-3"], {})]
+    found = {"version": 7, "age": None, "connected": False, "why": None}
+    assert trainer[-2] == [7, {"pod-3": found}, True], (
+        "a trainer that comes later finds its version, and whose it is"
+    )
     assert engine["by a fleet"] == (engine["loaded"][0], engine["server digests"][0])
 
 

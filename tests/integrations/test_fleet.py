@@ -86,6 +86,15 @@ def test_an_engine_that_is_new_or_was_started_again_gets_the_weights_from_one_th
     )
 
 
+def test_a_trainer_that_starts_again_has_engines_brought_up_before_it_sends(outcome):
+    said = outcome["before it sends"]
+    assert outcome["one has left"]["serve"]["one"] == outcome["on disk"][0], "it was behind"
+    assert said["serve"] == [outcome["on disk"][1]] * 2
+    has_it = {"version": 9, "connected": False, "why": None}
+    assert (said["version"], said["found"]) == (None, 9)
+    assert all(engine.items() >= has_it.items() for engine in said["engines"].values())
+
+
 def test_who_is_on_call_sees_the_engines_and_adds_and_removes_them_from_a_shell(outcome):
     text, fields = outcome["shown"]
     lines = text.splitlines()

@@ -87,10 +87,10 @@ def test_engines_peers_and_operators_reach_a_trainer_that_listens_at_one_port(ba
         fleet = Fleet(source, address, registry=True, timeout=30, backend=backend)
         assert fleet.address == address
         with socket.create_connection(("127.0.0.1", port)):  # a stranger, who says nothing all the time
-            for pod in (one, two):
+            for version, pod in enumerate((one, two)):
                 assert ask(address, "join", url=pod.url, name=pod.name) == pod.name
                 source.weight.copy_(torch.randn(ROWS, 8))
-                assert fleet.send(verify=True).behind == {}
+                assert fleet.send(version, verify=True).behind == {}
             assert has(one, source, 1) and has(two, source, 1)
             ask(address, "join", url=three.url, name="three")
             assert brought(fleet, "three") | {"age": 0} == {
@@ -102,7 +102,7 @@ def test_engines_peers_and_operators_reach_a_trainer_that_listens_at_one_port(ba
             assert has(three, source, 1)
             ask(address, "leave", name="one")
             source.weight.copy_(torch.randn(ROWS, 8))
-            assert [*fleet.send().reports] == ["two", "three"]  # three joins, while two was connected
+            assert [*fleet.send(2).reports] == ["two", "three"]  # three joins, while two was connected
             assert has(two, source, 2) and has(three, source, 2) and not has(one, source, 2)
             assert [*ask(address, "describe")["engines"]] == ["two", "three"]
         fleet.close()

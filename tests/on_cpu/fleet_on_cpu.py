@@ -169,6 +169,15 @@ def fleet(pairs: list) -> dict:
         members.close()
         members = Fleet(source, "127.0.0.1", **options)
         on_first(lambda: [members.add(engine.client) for engine in (one, two)])
+        if first:
+            deadline = time.monotonic() + 60
+            while one.client.serves() != 9 and time.monotonic() < deadline:
+                time.sleep(0.2)
+            time.sleep(1)
+            outcome["before it sends"] = members.describe() | {
+                "serve": [digest(e.url).text for e in (one, two)]
+            }
+        dist.barrier()
         send("another trainer", 0, version=40)
         members.close()
     return outcome

@@ -150,8 +150,17 @@ def train(steps: Steps, sides: dict, flags: list[str], checkpoints: list[tuple[s
     fleet = Fleet(MegatronModel(chunks), "127.0.0.1")
     fleet.add(SglangClient(f"http://127.0.0.1:{sides['http']}", name="pod-3"))
     reports = [fleet.send(6, pausing=True), fleet.send(7, verify=True, pausing=True, required=["pod-3"])]
-    said.append([(report.version, [*report.reports], report.behind) for report in reports])
     fleet.close()
+    again = Fleet(MegatronModel(chunks), "127.0.0.1")
+    client = SglangClient(f"http://127.0.0.1:{sides['http']}", name="pod-3")
+    again.add(client)
+    deadline = time.monotonic() + 30
+    while again.describe()["found"] is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    held = client.holds()
+    said.append([again.describe()["found"], again.describe()["engines"], held == (7, fleet.origin)])
+    again.close()
+    said.append([(report.version, [*report.reports], report.behind) for report in reports])
     steps.meet("end")
     return said
 

@@ -21,7 +21,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.guard import follow_update
 from reshard.engines.sglang.pipeline import UNDER_WAY, call_of
-from reshard.engines.workers.actions import BEGIN, DROP_DELTAS, IS_READ, READ, ROLL_BACK, SWITCH, WRITE
+from reshard.engines.workers.actions import BEGIN, DROP_DELTAS, HOLDS, IS_READ, READ, ROLL_BACK, SWITCH, WRITE
 
 GROUP = "reshard"
 ASKED, PRESENT = "reshard?", "reshard is here"  # a group that nobody has, and the answer of a plugin
@@ -61,12 +61,13 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
 
 def _act(scheduler: Any, action: str, address: str, **options: Any) -> str | None:
     """Begin a refit, switch to it, or roll back, whereupon SGLang tells the version; or have deltas read beside what is
-    served, or dropped. Return what the caller is told, if anything."""
+    served, or dropped; or say what is served. Return what the caller is told, if anything."""
     begins = {
         BEGIN: scheduler.reshard_begin_refit,
         READ: partial(scheduler.reshard_read_deltas, address),
         IS_READ: scheduler.reshard_check_deltas,
         DROP_DELTAS: scheduler.reshard_drop_deltas,
+        HOLDS: scheduler.reshard_state,
     }
     if action in begins:
         answer: str | None = begins[action](**options)

@@ -11,6 +11,7 @@ With pipeline stages a call returns at once, and ``reshard_join`` when both side
 (`reshard.engines.sglang.pipeline`); `reshard.engines.sglang.calls` makes both.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -111,6 +112,12 @@ class SchedulerMethods(ChainMethods, DigestMethods, LinkMethods, LendingMethods)
             return action()
         pipeline.begin(self, action)
         return None
+
+    def reshard_state(self) -> str:
+        """Return as JSON what this scheduler's guard says of its weights (`reshard.refit.guard.Guard.state`)."""
+        self._reshard_guard()
+        model, arguments = compat.served_model(self)
+        return json.dumps(guard_of(model, str(arguments.load_format)).state())
 
     def reshard_check_version(self, version: int) -> None:
         """Raise ReshardError unless this scheduler serves weights of this version."""

@@ -27,6 +27,7 @@ from reshard.engines.workers.refits import WorkerOptions, with_short_traceback
 from reshard.models.model import Model
 from reshard.refit.connecting import connect
 from reshard.refit.holder import Holder
+from reshard.refit.lora.sides import AdaptedEngine
 from reshard.refit.options import ConnectOptions
 from reshard.refit.served import ServedWeights
 from reshard.refit.twins import handed_on_by
@@ -50,12 +51,13 @@ class Lent(Holder):
         served.check_current()
         served.check_as_published()
         held = served.guard.version
-        if held != version:
+        if held is None or held != version:
             what = "weights of no version" if held is None else f"version {held}"
             raise ReshardError(
                 f"this {served.guard.engine} serves {what}, and cannot hand on version {version}"
             )
         self.served, self.version, self.writes = served, version, served.guard.writes
+        self.origin = served.guard.origin
 
     @property
     def memory(self) -> list[Region]:
@@ -96,6 +98,30 @@ class Lent(Holder):
         self.served.check_current()
 
 
+class LentBelow(Lent):
+    """The weights below an adapter, with the `adapter`: what an engine's rank serves by its `name` as one `version`.
+
+    Raises ReshardError if requests for that get another version, or none.
+    """
+
+    def __init__(self, engine: "Engine", name: str, version: int) -> None:
+        if not isinstance(engine, AdaptedEngine):
+            raise ReshardError(f"this {engine.guard.engine} serves no adapters that it could hand on")
+        self.adapter = engine.adapter(name).lent(version)
+        below = engine.guard.version  # which the weights have had since they were sent last
+        if below is None:
+            raise ReshardError(
+                f"this {engine.guard.engine} serves weights of no version below adapter {name!r}"
+            )
+        super().__init__(handed_on_by(engine), below)
+        self.version, self.origin = version, self.adapter.origin
+        self.adapter.check_below = self.check_current
+
+    def split_adapter(self) -> tuple[Holder, Holder]:
+        """Return the weights below the adapter, and the adapter."""
+        return self, self.adapter
+
+
 class Lending:
     """A thread of an engine's rank that hands on what is `lent`, once."""
 
@@ -128,7 +154,11 @@ class Lending:
             if not self._met:
                 raise ReshardError("it was stopped before it began")
             connecting = ConnectOptions(
-                backend=options.backend, bucket_bytes=options.bucket_bytes, name=options.name
+                backend=options.backend,
+                bucket_bytes=options.bucket_bytes,
+                adapter=options.adapter,
+                origin=lent.origin,
+                name=options.name,
             )
             link = connect(group, lent, None, connecting)
             ends.callback(link.close)
@@ -175,7 +205,8 @@ class LendingMethods:
     @with_short_traceback
     def reshard_lend(self, address: str, first_rank: int, size: int, version: int, **options: Any) -> None:
         """Hand on the weights of a version, which this engine serves, to engines that connect at an address; for a call
-        that all of its workers get. It returns at once, and goes on serving.
+        that all of its workers get. It returns at once, and goes on serving. With an ``adapter`` it is a version of
+        that, which is handed on with the weights below it.
 
         The arguments are those of ``reshard_connect``. Raises ReshardError if this worker serves another version, or
         is about to hand on to others.
@@ -188,6 +219,7 @@ class LendingMethods:
         connecting = replace(connecting, **connecting.of_worker(rank))
         if self._reshard_lending is not None:
             self._reshard_lending.stop()
-        lent = Lent(handed_on_by(self._reshard_engine_side()), version)
+        engine, adapter = self._reshard_engine_side(), connecting.adapter
+        lent = LentBelow(engine, adapter, version) if adapter else Lent(handed_on_by(engine), version)
         self._reshard_lending = Lending(lent, address, first_rank + rank, size, connecting)
         self._reshard_lending.start()

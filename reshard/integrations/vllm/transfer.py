@@ -24,7 +24,7 @@ from reshard.comm.ranks import on_first_rank
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_number, check_seconds
-from reshard.integrations.members import finish
+from reshard.integrations.members import Held, finish
 from reshard.integrations.switching import (
     GO_ON,
     KEEP,
@@ -80,10 +80,16 @@ class HttpClient(EngineServer):
         answer = self._call("GET", "get_world_size")
         return _workers_of(answer.get("world_size") if isinstance(answer, dict) else None, self.url)
 
-    def serves(self) -> int | None:
-        """Return the version of the weights that all of its workers serve; None if they serve no version."""
+    def serves(self, adapter: str | None = None) -> int | None:
+        """Return the version of the weights, or of an adapter, that all of its workers serve; None if they serve no
+        version."""
+        held = self.holds(adapter)
+        return None if held is None else held.version
+
+    def holds(self, adapter: str | None = None) -> Held | None:
+        """Return what all of its workers serve, of the weights or of an adapter; None if they serve no version."""
         answer = self._call("POST", "collective_rpc", {"method": "reshard_state"})
-        return _version_of(answer.get("results") if isinstance(answer, dict) else None)
+        return held_by(answer.get("results") if isinstance(answer, dict) else None, adapter)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
@@ -199,7 +205,8 @@ class WeightTransfer:
 
         def join(index: int) -> None:
             name = getattr(self.clients[index], "name", None)
-            self.clients[index].init_weight_transfer_engine(meeting.arguments(firsts[index]) | {"name": name})
+            arguments = meeting.arguments(firsts[index]) | {"name": name} | with_adapter(connecting.adapter)
+            self.clients[index].init_weight_transfer_engine(arguments)
 
         self._beginning = Calls()  # of the refit that was begun last
         self.before: int | None = None  # the version that engines serve before they switch to it
@@ -385,12 +392,22 @@ def count_workers(client: Any) -> int:
     return _workers_of(count, type(client).__name__)
 
 
-def _version_of(states: Any) -> int | None:
-    """Return the version that all of an engine's workers serve by their states; None for any other answer."""
+def with_adapter(adapter: str | None) -> dict[str, str]:
+    """Return the argument with which an engine connects for an adapter; nothing without one."""
+    return {} if adapter is None else {"adapter": adapter}
+
+
+def held_by(states: Any, adapter: str | None = None) -> Held | None:
+    """Return what all of an engine's workers serve by their states, of the weights or of an adapter; None for any other
+    answer."""
     known = [state for state in states or [None] if isinstance(state, dict) and state.get("ready")]
-    versions = {state.get("version") for state in known}
-    version = versions.pop() if len(versions) == 1 and len(known) == len(states) else None
-    return version if isinstance(version, int) else None
+    if adapter is not None:
+        known = [state["adapters"][adapter] for state in known if adapter in state.get("adapters", {})]
+    held = {(state.get("version"), str(state.get("origin", ""))) for state in known}
+    if len(held) != 1 or len(known) != len(states):
+        return None
+    [(version, origin)] = held
+    return Held(version, origin) if isinstance(version, int) else None
 
 
 def _workers_of(count: Any, who: str) -> int:

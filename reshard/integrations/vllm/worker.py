@@ -30,7 +30,8 @@ with importing("vllm"):
 class ReshardInitInfo(WeightTransferInitInfo):
     """The meeting with the trainer: `address` (``host:port``), the member `first_rank` that this
     engine's first worker is, of `size` members; `timeout` is how many seconds each waits for the
-    others, `secret` is that of `RefitGroup.join`, and `name` that of the engine, for errors and logs.
+    others, `secret` is that of `RefitGroup.join`, and `name` that of the engine, for errors and logs. With `adapter`
+    the engine takes the adapter that it serves by this name, and the weights below it.
 
     With `lends`, a version, the engine hands on the weights of that version, which it serves, to another engine that
     comes there, once; it stays connected as it is."""
@@ -41,6 +42,7 @@ class ReshardInitInfo(WeightTransferInitInfo):
     timeout: float = 60.0
     secret: str | None = field(default=None, repr=False)
     name: str | None = None
+    adapter: str | None = None
     lends: int | None = None
 
 
@@ -87,7 +89,7 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
             self.begun = None
             end_update(self.worker)
         meeting = init_info.address, init_info.first_rank, init_info.size
-        options = {"timeout": init_info.timeout, "secret": init_info.secret, "name": init_info.name}
+        options = {name: getattr(init_info, name) for name in ("timeout", "secret", "name", "adapter")}
         if init_info.lends is None:
             self._attached_worker().reshard_connect(*meeting, **options)
         else:

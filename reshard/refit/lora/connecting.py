@@ -11,7 +11,6 @@ from reshard.refit.link import Link
 from reshard.refit.lora.below import Below
 from reshard.refit.lora.sides import AdaptedEngine, AdaptedTrainer
 from reshard.refit.options import ConnectOptions
-from reshard.refit.trainer import Trainer
 
 # Makes the link of two sides, given as `reshard.refit.connect` takes them.
 Connect = Callable[[Any, Any, ConnectOptions], Link]
@@ -25,9 +24,9 @@ def connect_adapter(
 ) -> Link:
     """Connect the weights below an adapter, and then the adapter; return the adapter's link, which has that of
     the weights `below`. `source` makes the trainer's side, and `destination` is as `reshard.refit.connect` takes it."""
-    adapters: list[Trainer] = []
+    adapters: list[Holder] = []
 
-    def without_adapter() -> Trainer:
+    def without_adapter() -> Holder:
         assert source is not None
         side = source()
         if not isinstance(side, AdaptedTrainer):

@@ -2,15 +2,17 @@
 
 from typing import Protocol, runtime_checkable
 
+from reshard.core.errors import ReshardError
 from reshard.refit.engine import Engine
-from reshard.refit.trainer import Trainer
+from reshard.refit.holder import Holder
+from reshard.refit.lora.lent import LentAdapter
 
 
 @runtime_checkable
 class AdaptedTrainer(Protocol):
-    """A trainer's rank whose model may have LoRA adapters."""
+    """A rank that holds weights, a trainer's as a rule, whose model may have LoRA adapters."""
 
-    def split_adapter(self) -> tuple[Trainer, Trainer]:
+    def split_adapter(self) -> tuple[Holder, Holder]:
         """Return the weights without the adapter, and the adapter, as two sources; the same ones each time.
 
         Raises ReshardError if the adapter is none that is refitted.
@@ -34,3 +36,8 @@ class AdapterEngine(Engine):
 
     # Bytes drawn at random for the next refit, the same on all ranks of all engines.
     attempt: bytes = b""
+
+    def lent(self, version: int) -> LentAdapter:
+        """Return a copy of the version, which requests get now, for other engines. Raises ReshardError if they get
+        another, or none."""
+        raise ReshardError(f"this {self.guard.engine} hands on no adapters: wait for what a trainer sends")

@@ -205,7 +205,7 @@ class PendingRefits:
             link.clean_up()
             link.log.failed(what, time.perf_counter() - start, error)
             raise
-        brought, before = Brought(agreed, group.transaction_number), None
+        brought, before = Brought(agreed, group.transaction_number, link.agreed.origin), None
         if not why:
             link.chain.choice, before = choice, states[link.agreed.engines[0]].version
             self._take(link, brought, before, exchange, arrived, digests)
@@ -232,13 +232,14 @@ class PendingRefits:
         """Note what a transaction has brought: a trainer's rank has sent it, an engine's has it beside what it
         serves, the version `before`."""
         if link.receiver is None or exchange is None:
-            link.chain.hold(*brought)
+            link.chain.hold(brought.version, brought.transaction)
             self._sent = before, brought.version
             link.version = brought.version
             return
         assert before is not None, "else nothing is pending"
         # What others have brought since has no transaction of this connection.
-        served = Brought(before, link.chain.holds if link.chain.writes == self._writes else None)
+        holds = link.chain.holds if link.chain.writes == self._writes else None
+        served = Brought(before, holds, link.receiver.engine.guard.origin)
         self.pending = PendingVersion(
             served, brought, brought, arrived, exchange.received, digests, self._writes
         )
@@ -375,10 +376,11 @@ class PendingRefits:
         """Serve what is in the weights now."""
         assert link.receiver is not None
         engine = link.receiver.engine
+        engine.guard.origin = pending.served.origin
         engine.end(pending.served.version)
         pending.writes = engine.guard.writes
         link.digest.forget()
-        link.chain.hold(*pending.served)
+        link.chain.hold(pending.served.version, pending.served.transaction)
         link.chain.why = "what it serves again came before all was sent"
         link.version = pending.served.version
         engine.guard.readers.append(WeakMethod(self.drop))

@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 
 class Brought(NamedTuple):
-    """A version of the weights, and the transaction that has brought it; None where another connection has."""
+    """A version of the weights, the transaction that has brought it, None where another connection has, and whose it is
+    (`reshard.refit.options.ConnectOptions`)."""
 
     version: int
     transaction: int | None
+    origin: str = ""
 
 
 class Arrived:

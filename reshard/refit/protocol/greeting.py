@@ -35,7 +35,8 @@ class Greeting:
     """The first message of a member: its name and version, its roles and options, and the process that it is.
 
     `ignored` are the fields of the engine's config that it ignores, `adapter` the name of the adapter
-    that is refitted, empty for weights alone, `delta` whether it wants deltas, `relays` its choice of these.
+    that is refitted, empty for weights alone, `delta` whether it wants deltas, `relays` its choice of these,
+    `origin` that of the weights which it has, or, without a side, of those that it means; empty if it knows none.
     `protocol` and `name` are what all versions send.
     """
 
@@ -48,6 +49,7 @@ class Greeting:
     adapter: str = ""
     delta: bool = False
     relays: str = AUTO
+    origin: str = ""
     protocol: int = field(default_factory=lambda: PROTOCOL)
     reshard: str = field(default=__version__)
     host: str = field(default_factory=this_host)
@@ -135,7 +137,7 @@ def _checked_greeting(fields: dict[str, Any]) -> Greeting:
         "keep_mapped": isinstance(fields.get("keep_mapped"), bool),
         "delta": isinstance(fields.get("delta"), bool),
         **{key: is_number(fields.get(key), 0, MOST_ADDRESS) for key in ("user", "pid")},
-        **{key: is_word(fields.get(key)) for key in ("host", "namespaces", "adapter")},
+        **{key: is_word(fields.get(key)) for key in ("host", "namespaces", "adapter", "origin")},
     }  # fmt: skip
     for key, holds in valid.items():
         _check_field(name, key, fields, holds)

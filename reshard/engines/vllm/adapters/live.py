@@ -23,6 +23,7 @@ from reshard.engines.vllm.weights.served import Served
 from reshard.lora.names import A, B, peft_name
 from reshard.lora.scale import Scale
 from reshard.refit.guard import Guard
+from reshard.refit.lora.lent import LentAdapter
 from reshard.refit.lora.scales import collect_scales
 from reshard.refit.lora.sides import AdapterEngine
 
@@ -162,15 +163,11 @@ class VllmAdapter(AdapterEngine):
         shapes: dict[str, tuple[int, ...]] = {}
         tensors: list[LocalTensor] = []
         for stage in self._stages.all:
-            for weight, target in stage.slice.targets.items():
-                for matrix, shape, box, region in _matrices(stage, target):
-                    name = peft_name(weight, matrix)
-                    shapes[name] = shape
-                    if all(box.lengths):
-                        # By the weight: several that are rows of one tensor have one A.
-                        identity = weight, matrix
-                        tensors.append(LocalTensor(identity, box.lengths, (Part(name, box, (0, 0)),)))
-                        self.regions[identity] = region
+            for shape, tensor, region in _local_tensors(stage):
+                shapes[tensor.parts[0].name] = shape
+                if all(tensor.shape):
+                    tensors.append(tensor)
+                    self.regions[tensor.id] = region
         self.placement = Placement.of(shapes, tensors)
         self.staged_rounds = dict.fromkeys(self.regions, ROUND)
 
@@ -211,15 +208,54 @@ class VllmAdapter(AdapterEngine):
         lora_name = f"{self.name}@{version}-{self.attempt.hex()}"
         writes = self.base.guard.writes
         self.versions.add(
-            Version(self.name, version, lora_name, identity_of(self.attempt), self._stages, writes)
+            Version(
+                self.name,
+                version,
+                lora_name,
+                identity_of(self.attempt),
+                self._stages,
+                writes,
+                origin=self.guard.origin,
+            )
         )
         self._writing = None
         self.guard.refitted(version)
+
+    def lent(self, version: int) -> LentAdapter:
+        newest, refusal = self.versions.newest.get(self.name), self.versions.refusal(self.name)
+        if newest is None or refusal:
+            raise ReshardError(refusal)
+        if newest.number != version:
+            raise ReshardError(
+                f"this vLLM serves version {newest.number} of adapter {self.name!r}, and cannot hand on version "
+                f"{version}"
+            )
+        memory = (newest.stages.memory if newest.memory is None else newest.memory).clone()
+        held: list[tuple[LocalTensor, Region]] = []
+        ranks: dict[str, int] = {}
+        for stage in newest.stages.all:
+            a, b = (
+                memory[one.storage_offset() : one.storage_offset() + one.numel()].view(one.shape)
+                for one in (stage.a, stage.b)
+            )
+            copied = stage._replace(a=a, b=b, others=[a] * len(stage.others))  # which are equal
+            held += [(tensor, region) for _, tensor, region in _local_tensors(copied) if all(tensor.shape)]
+            ranks |= dict.fromkeys(stage.slice.targets, stage.slice.rank)
+        return LentAdapter(version, newest.origin, held, ranks, self.device)
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
         how = f"into slots of adapter {self.name!r}"
         first = next((peft_name(weight, matrix) for weight, matrix in self.regions), "")
         return [{"what": "brought", "how": how, "tensors": len(self.regions), "first": first}]
+
+
+def _local_tensors(stage: StagedSlice) -> Iterator[tuple[tuple[int, ...], LocalTensor, Region]]:
+    """Yield A and B of each weight of a slice: the shape of the whole, the local tensor, and where it lies."""
+    for weight, target in stage.slice.targets.items():
+        for matrix, shape, box, region in _matrices(stage, target):
+            # By the weight: several that are rows of one tensor have one A.
+            part = Part(peft_name(weight, matrix), box, (0, 0))
+            yield shape, LocalTensor((weight, matrix), box.lengths, (part,)), region
 
 
 def _matrices(stage: StagedSlice, target: Target) -> Iterator[tuple[str, tuple[int, int], Box, Region]]:

@@ -34,7 +34,8 @@ class Version:
     """A version of the adapter `name`, whose requests ask for `lora_name` and `identity`.
 
     Its matrices are in `memory`, and as long as that is None where they arrived in `stages`. `writes` is the
-    count of writes to the weights below when it was brought: on others it is not served.
+    count of writes to the weights below when it was brought: on others it is not served. `origin` says whose number it
+    is (`reshard.refit.options.ConnectOptions`).
     """
 
     name: str
@@ -44,6 +45,7 @@ class Version:
     stages: Stages
     writes: int
     memory: torch.Tensor | None = None
+    origin: str = ""
 
 
 class Versions:
@@ -143,8 +145,8 @@ class Versions:
 
     def state(self) -> dict[str, Any]:
         """Return, by the name of each adapter, what requests are to know: the ids of the versions that may be served
-        by their names (``held``), the name of the ``newest``, or why there is none (``refusal``), and by which other
-        id vLLM lists the adapter (``listed``)."""
+        by their names (``held``), the name of the ``newest``, its ``version`` and ``origin``, or why there is none
+        (``refusal``), and by which other id vLLM lists the adapter (``listed``)."""
         states = {}
         for name, newest in self.newest.items():
             held = {
@@ -153,9 +155,12 @@ class Versions:
                 if version.name == name and not self._unfit(version)
             }
             refusal = self.refusal(name)
+            newest = None if refusal else newest
             states[name] = {
                 "held": held,
-                "newest": newest.lora_name if newest is not None and not refusal else None,
+                "newest": newest.lora_name if newest is not None else None,
+                "version": newest.number if newest is not None else None,
+                "origin": newest.origin if newest is not None else "",
                 "refusal": refusal,
                 "listed": listed_id(name),
             }

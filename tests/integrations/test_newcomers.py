@@ -1,0 +1,302 @@
+"""Engines of a fleet that come while a trainer is new, or number its versions anew: what others hand on to them."""
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event
+
+import pytest
+import torch
+
+from reshard.cli.fleet import lines
+from reshard.comm.http import call_route
+from reshard.integrations.fleet import Fleet
+from reshard.integrations.vllm.transfer import HttpClient
+from tests.campaigns.fleet import ROWS, Pod, crc
+from tests.refit.test_transports import OneShard
+
+TIMEOUT = 4.0
+PATIENCE = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preload():
+    multiprocessing.set_forkserver_preload(["tests.campaigns.fleet"])
+
+
+@pytest.fixture
+def pods():
+    """Three engines' processes, which are ended."""
+    pods = [Pod(name) for name in ("one", "two", "three")]
+    for pod in pods:
+        pod.start()
+    yield pods
+    for pod in pods:
+        with suppress(ProcessLookupError):
+            pod.signal(signal.SIGKILL)
+
+
+def client_of(pod: Pod) -> HttpClient:
+    return HttpClient(pod.url, timeout=30, name=pod.name)
+
+
+def served(pod: Pod) -> tuple[int | None, int]:
+    """The version that an engine serves, and a checksum of its bits."""
+    state = call_route(pod.url, "state", timeout=20)
+    return state["version"] if state["ready"] else None, state["crc"]
+
+
+def until(holds: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    """Whether it holds before so many seconds are over."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return holds()
+
+
+def drawn(source: OneShard) -> int:
+    """Give a trainer other weights; return their checksum."""
+    source.weight.copy_(torch.randn(ROWS, 8))
+    return crc(source.weight)
+
+
+def test_an_engine_that_missed_a_number_which_was_sent_again_hands_nothing_on_and_is_brought_up(pods):
+    """As where the trainer has gone back to an earlier checkpoint, and counts from there."""
+    one, two, three = pods
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    for pod in (two, one):
+        fleet.add(client_of(pod))
+    drawn(source)
+    fleet.send(3)
+    two.signal(signal.SIGSTOP)
+    new = drawn(source)
+    report = fleet.send(3)
+    assert [*report.reports] == ["one"]
+    two.signal(signal.SIGCONT)
+    fleet.add(client_of(three))
+    assert until(lambda: served(three)[0] == 3)
+    assert served(three) == served(one) == (3, new)
+    assert until(lambda: served(two) == (3, new)), fleet.describe()
+    fleet.close()
+
+
+def sent_by_another(version: int, *pods: Pod) -> int:
+    """Have a trainer, which ends then, refit engines; return the checksum of what they serve."""
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    for pod in pods:
+        fleet.add(client_of(pod))
+    bits = drawn(source)
+    assert [*fleet.send(version).reports] == [pod.name for pod in pods]
+    fleet.close()
+    return bits
+
+
+def whys(fleet: Fleet) -> dict[str, str | None]:
+    return {name: engine["why"] for name, engine in fleet.describe()["engines"].items()}
+
+
+def test_before_a_new_trainer_sends_engines_that_are_behind_or_new_get_what_the_others_serve(pods):
+    one, two, three = pods
+    source = OneShard(0, ROWS)
+    before = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    for pod in (one, two):
+        before.add(client_of(pod))
+    drawn(source)
+    before.send(4)
+    before.remove("two")
+    last = drawn(source)
+    before.send(5)
+    before.close()
+    assert served(two)[0] == 4 and served(three)[0] is None
+    source = OneShard(0, ROWS)
+    new = drawn(source)
+    alone = Fleet(source, "127.0.0.1", timeout=TIMEOUT, peers=False)
+    alone.add(client_of(three))
+    alone.add(client_of(one))
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    for pod in (three, two, one):
+        fleet.add(client_of(pod))
+    assert until(lambda: [served(pod) for pod in pods] == [(5, last)] * 3), fleet.describe()
+    assert until(lambda: set(whys(fleet).values()) == {None})
+    said = fleet.describe()
+    assert (said["version"], said["found"]) == (None, 5)
+    assert {name: engine["version"] for name, engine in said["engines"].items()} == dict.fromkeys(
+        whys(fleet), 5
+    )
+    assert (
+        lines(said)[0]
+        == "nothing was sent yet, and engines serve version 5 from before: 3 of 3 engines have it"
+    )
+    report = fleet.send()
+    assert report.version == 6 and {*report.reports} == {"one", "two", "three"}
+    assert [served(pod) for pod in pods] == [(6, new)] * 3
+    assert fleet.describe()["found"] is None
+    fleet.close()
+    alone.close()
+
+
+def test_without_peers_nobody_is_brought_up_before_the_first_send(pods):
+    one, two, _ = pods
+    sent_by_another(5, one)
+    fleet = Fleet(OneShard(0, ROWS), "127.0.0.1", timeout=TIMEOUT, peers=False)
+    fleet.add(client_of(one))
+    fleet.add(client_of(two))
+    assert not until(lambda: served(two)[0] is not None, 8)
+    fleet.close()
+
+
+def test_what_different_trainers_have_sent_is_not_handed_on_unless_the_trainer_names_one_version(pods):
+    one, two, three = pods
+    first, second = sent_by_another(40, one), sent_by_another(3, two)
+    source = OneShard(0, ROWS)
+    new = drawn(source)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    for pod in pods:
+        fleet.add(client_of(pod))
+    assert not until(lambda: served(three)[0] is not None, 8)
+    assert [served(one), served(two)] == [(40, first), (3, second)]
+    assert set(whys(fleet).values()) == {
+        "engines serve what different trainers have sent (one version 40, two version 3), and this trainer has sent "
+        "nothing yet"
+    }
+    fleet.close()
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT, version=3)
+    for pod in pods:
+        fleet.add(client_of(pod))
+    assert until(lambda: served(three) == (3, second))
+    assert not until(lambda: served(one) != (40, first), 3), "the trainer knows of no such version"
+    assert whys(fleet)["one"] == "it serves version 40, and this trainer has named version 3"
+    assert fleet.send().version == 41, "no other weights get a number that was served"
+    assert [served(pod) for pod in pods] == [(41, new)] * 3
+    fleet.close()
+
+
+def test_two_trainers_versions_of_one_number_are_told_apart_also_if_that_is_named(pods):
+    one, two, three = pods
+    sent_by_another(3, one)
+    sent_by_another(3, two)
+    fleet = Fleet(OneShard(0, ROWS), "127.0.0.1", timeout=TIMEOUT, version=3)
+    for pod in pods:
+        fleet.add(client_of(pod))
+    assert not until(lambda: served(three)[0] is not None, 8)
+    assert "one version 3, two version 3" in whys(fleet)["three"]
+    fleet.close()
+
+
+def test_without_an_engine_that_serves_a_version_the_first_one_is_0_and_nobody_is_waited_for(pods):
+    one, two, _ = pods
+    two.signal(signal.SIGSTOP)
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(one))
+    assert until(
+        lambda: whys(fleet)["one"] == "no engine serves a version, and this trainer has sent nothing yet"
+    )
+    began = time.monotonic()
+    assert fleet.send().version == 0 and time.monotonic() - began < 5
+    fleet.close()
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(two))
+    fleet.add(client_of(one))
+    began = time.monotonic()
+    report = fleet.send()
+    assert report.version == 1 and [*report.reports] == ["one"], (
+        "one that hangs may cost the time for an answer"
+    )
+    assert time.monotonic() - began < 25
+    fleet.close()
+
+
+class Stalling(HttpClient):
+    """An engine's client that stalls the first time that it is paused, until it is `released`; `calls` says whether it
+    is paused after each call, and where updates lie."""
+
+    def __init__(self, pod: Pod) -> None:
+        super().__init__(pod.url, timeout=30, name=pod.name)
+        self.stalls, self.released, self.calls = Event(), Event(), []
+        self.is_paused = False
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
+        if not self.stalls.is_set():
+            self.stalls.set()
+            assert self.released.wait(60)
+        self.is_paused = True
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.calls.append("resume")
+
+    def update_weights(self, update_info: dict) -> None:
+        self.calls.append("update")
+        self.released.set()
+        time.sleep(2)  # for what has stalled to go on
+        super().update_weights(update_info)
+        self.calls.append(f"updated, {'paused' if self.is_paused else 'not paused'}")
+
+
+def test_one_that_stalled_while_it_was_to_be_brought_up_stays_paused_until_the_send_that_came_has_ended(pods):
+    one, two, _ = pods
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(one))
+    drawn(source)
+    fleet.send(0, pausing=True)
+    client = Stalling(two)
+    fleet.add(client)
+    assert client.stalls.wait(PATIENCE)
+    new = drawn(source)
+    report = fleet.send(1, pausing=True)
+    assert {*report.reports} == {"one", "two"}, report
+    assert served(two) == (1, new)
+    assert "updated, paused" in client.calls, client.calls
+    assert until(lambda: not client.is_paused), client.calls
+    assert whys(fleet) == {"one": None, "two": None}
+    fleet.close()
+
+
+def test_one_that_stalled_until_the_send_that_came_had_ended_goes_on_and_is_behind_or_brought_up(pods):
+    one, two, _ = pods
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(one))
+    drawn(source)
+    fleet.send(0, pausing=True)
+    client = Stalling(two)
+    fleet.add(client)
+    assert client.stalls.wait(PATIENCE)
+    two.signal(signal.SIGSTOP)
+    new = drawn(source)
+    report = fleet.send(1, pausing=True)
+    assert [*report.reports] == ["one"] and [*report.behind] == ["two"]
+    two.signal(signal.SIGCONT)
+    client.released.set()
+    assert until(lambda: served(two) == (1, new)), fleet.describe()
+    assert until(lambda: not client.is_paused), client.calls
+    assert until(lambda: whys(fleet) == {"one": None, "two": None})
+    fleet.close()
+
+
+def test_numbers_that_do_not_go_up_have_another_origin_and_those_after_them_the_same_connection(pods):
+    one, *_ = pods
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(one))
+    origins, connections = [], []
+    for version in (7, 8, 3, 4, 4, 9):
+        bits = drawn(source)
+        fleet.send(version)
+        assert served(one) == (version, bits)
+        held = client_of(one).holds()
+        assert held == (version, fleet.origin)
+        origins.append(held.origin)
+        connections.append(fleet._connections[0].transfer)
+    for same in (origins, connections):
+        assert same[0] == same[1] != same[2] == same[3] != same[4] == same[5]
+    assert len(set(origins)) == 3
+    assert fleet.send().version == 10
+    fleet.close()
