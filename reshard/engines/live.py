@@ -8,18 +8,21 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.placing.accounts import Account, summary
+from reshard.engines.placing.turned import TurnedMatrices
 from reshard.refit.engine import Engine
 
 
 class LiveEngine(Engine):
     """An engine whose `tensors`, parameters and buffers by name, belong to torch modules; `owners` are
-    these modules, and the tensors' names there. `accounts` says what a refit does to each tensor."""
+    these modules, and the tensors' names there. `accounts` says what a refit does to each tensor, `turned` are the
+    matrices whose transposes are served."""
 
     engine: str  # its own name, for errors
     module: torch.nn.Module
     tensors: dict[str, torch.Tensor]
     owners: dict[str, tuple[torch.nn.Module, str]]
     accounts: dict[str, Account]
+    turned: TurnedMatrices
     _addresses: list[int] | None = None  # when `tensors_moved` was last called
 
     def tensor_addresses(self) -> list[int]:
@@ -28,7 +31,7 @@ class LiveEngine(Engine):
 
     def written(self) -> set[int]:
         """Return the identities of the tensors that a refit writes into."""
-        return {id(region.tensor) for region in self.written_regions()}
+        return {id(region.tensor) for region in self.written_regions()} | self.turned.served_tensors()
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
         """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""
@@ -61,6 +64,14 @@ class LiveEngine(Engine):
         if moved:
             self.tensors_moved()
 
+    def process_round(self, index: int) -> None:
+        """Write the transposes of the matrices of a round."""
+        self.turned.write(index)
+
+    def mismatches(self, index: int) -> list[Any]:
+        """Return the ids of this round's matrices whose transposes are not what is served."""
+        return self.turned.mismatches(index)
+
     def check_awake(self) -> None:
         """Raise ReshardError if the tensors have no memory, as in sleep."""
 
@@ -82,6 +93,7 @@ class LiveEngine(Engine):
             identity: region._replace(tensor=current) if region.tensor is before else region
             for identity, region in self.regions.items()
         }
+        self.turned = self.turned.replaced(before, current)
         self.scales = {
             identity: scales._replace(region=scales.region._replace(tensor=current))
             if scales.region.tensor is before

@@ -54,6 +54,17 @@ def any_model(config: dict[str, Any], where: str = "config.json") -> Model:
     return Model(family, config, family.kinds, where=where)
 
 
+def as_saved(model: Model) -> Model:
+    """Return a model as transformers' class saves it, where a table has some of its tensors otherwise.
+
+    Raises ReshardError as `any_model` does without a table.
+    """
+    require("parity", "torch", "transformers")
+    config = model.config | {"architectures": [model.family.architecture]}
+    family = ClassFamily(config, model.where)
+    return Model(family, config, family.kinds, where=model.where)
+
+
 def tower_of(model: Model, config: dict[str, Any]) -> Model | None:
     """Return the parts of a larger model beside the language model, which a table covers, as a model of their own: by
     transformers' class of the larger one, or by the tower's table where the installed transformers has no such class;

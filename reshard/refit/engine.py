@@ -15,7 +15,7 @@ Many loaders skip names that they do not know. So that no tensor is passed over,
 `reshard.engines.placing.accounts.account_for` when it is made.
 
 The rest has defaults. An engine overrides them as far as it moves its tensors (`refresh_regions`),
-quantizes plain weights when they have arrived (`scales`, `staged_rounds`, `process_round`,
+quantizes or transposes plain weights when they have arrived (`scales`, `staged_rounds`, `process_round`,
 `mismatches`), derives tensors from the weights (`update_derived`, `stale_derived`), caches what it
 computes from them (`drop_caches`), has no moment between two steps at which all of it can switch
 (`cannot_switch`), or can do without some of them (`optional`, `take_optional`).
@@ -103,8 +103,8 @@ class Engine(ServedWeights):
         """Give back what `take_facts` took; called when the link closes, or could not be made."""
 
     def process_round(self, index: int) -> None:
-        """Quantize the local tensors staged in this round into the tensors that the engine serves
-        from.
+        """Quantize or transpose the local tensors staged in this round into the tensors that the engine
+        serves from.
 
         Their bytes are in their regions; on a GPU, once the current stream has reached this point.
         """

@@ -18,11 +18,11 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, as_matrix
 from reshard.core.views import tensor_shapes, view_parts, views_by_tensor
 from reshard.megatron.parameters import expand
-from reshard.models.family import architectures, has_table
+from reshard.models.family import architectures, family_of, has_table
 from reshard.models.model import Model, different_fields
 from reshard.models.published import published
 from reshard.models.towers import TAKES_TOWER
-from reshard.models.without_table import ClassFamily, any_model, check_tower, tower_of
+from reshard.models.without_table import ClassFamily, any_model, as_saved, check_tower, tower_of
 from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_lora import FsdpAdapter
 from reshard.trainers.fsdp_saved import SavedPieces, check_saved
@@ -46,12 +46,13 @@ class FsdpModel(FsdpShards):
         super().__init__(model)
         self._is_split = False  # the adapter is another source's
         self._weights: FsdpModel | None = None  # without it
+        self._in_saved_form: FsdpModel | None = None  # what a table has otherwise
 
     def split_adapter(self) -> tuple[Trainer, Trainer]:
         """Return the weights without PEFT's adapter, and the adapter, as two sources."""
         if self._weights is None:
             self._weights = copy(self)
-            self._weights._is_split = True
+            self._weights._is_split, self._weights._in_saved_form = True, None
         return self._weights, FsdpAdapter(self.model)
 
     def _is_of_experts(self, held: LocalParameter) -> bool:
@@ -67,19 +68,30 @@ class FsdpModel(FsdpShards):
                 f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})"
             )
 
+    def as_published(self, model: Model) -> "FsdpModel":
+        """Return the same with experts as transformers' class saves them, where a table has them otherwise: an engine
+        takes them so (`reshard.engines.placing.saved`)."""
+        if self._saved is None or not model.family.has_megatron_names:
+            return self
+        if self._in_saved_form is None:
+            self._in_saved_form = copy(self)
+            self._in_saved_form._in_saved_form = self._in_saved_form
+        return self._in_saved_form
+
     def publish(self, model: Model) -> list[LocalTensor]:
         if self.adapter_names and not self._is_split:
             raise without_adapter_error("the trainer's model", self.adapter_names)
-        if self._saved is not None:
-            check_saved(self._saved, self.held, expand(model).shapes, model.where)
-            saved = [local for held in self.held for local in self._saved.local_tensors(held)]
-            return [local._replace(id=index) for index, local in enumerate(saved)]
-        if not model.family.experts_apart:
+        if self._saved is not None and model.family.has_megatron_names and self._in_saved_form is not self:
             raise ReshardError(
                 f"{model.where}: transformers holds the experts of a {model.family.architecture} "
-                "transposed, and a refit copies rows: train it with Megatron, or publish it with "
-                "save_pretrained"
+                "transposed, which a refit brings to an engine, and nothing else: train it with Megatron, or publish "
+                "it with save_pretrained"
             )
+        if self._saved is not None:
+            of_class = as_saved(model) if model.family.has_megatron_names else model
+            check_saved(self._saved, self.held, expand(of_class).shapes, model.where)
+            saved = [local for held in self.held for local in self._saved.local_tensors(held)]
+            return [local._replace(id=index) for index, local in enumerate(saved)]
         shapes, published_names = expand(model).shapes, model.names_in_memory()
         views = views_by_tensor(shapes)
         tensors = [local for held in self.held for local in _locals(held, shapes, views, published_names)]
@@ -127,10 +139,16 @@ def _config_of(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _saved_pieces(model: torch.nn.Module) -> SavedPieces | None:
-    """Return what transformers saves of a model that no mapping table covers; None for one with a table."""
-    if not hasattr(getattr(model, "config", None), "to_dict") or has_table(config := _config_of(model)):
+    """Return what transformers saves of a model that no mapping table covers, or whose table has experts otherwise than
+    transformers' class; None for another one with a table."""
+    if not hasattr(getattr(model, "config", None), "to_dict"):
         return None
-    family = any_model(config, "the trainer's config").family
+    config, where = _config_of(model), "the trainer's config"
+    if has_table(config) and family_of(config, where).experts_apart:
+        return None
+    family = any_model(config, where).family
+    if not isinstance(family, ClassFamily):
+        family = as_saved(any_model(config, where)).family  # type: ignore[assignment]
     assert isinstance(family, ClassFamily)
     return SavedPieces(family.saved)
 

@@ -34,8 +34,11 @@ from tests.tools.small_configs import small_config
 
 SECONDS = 240.0  # for one class
 FAULTS = ("WRONG", "CRASH")
-NOT_LOADED = "not loaded"
 GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+NOT_LOADED = "not loaded"
+# vLLM switches a scale of attention off by itself where its context is short, and connect compares configs.
+SCALED = {"override_generation_config": {"attn_temperature_tuning": True}}
+OPTIONS_OF_VLLM: dict[str, Any] = {"Llama4ForCausalLM": SCALED, "Llama4ForConditionalGeneration": SCALED}
 GROUPS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 
 
@@ -72,17 +75,20 @@ def outcome(name: str, folder: Path, engine: str) -> tuple[str, str]:
         signal.alarm(0)
     sides = {"trainer": 2, "engine": 2, "together": True, "folder": str(folder), "port": free_port()}
     checkpoints = [str(folder / str(seed)) for seed in (0, 1)]
+    options: dict[str, Any] = {"tp": 2}
     process: dict[str, Any] = {}
     if engine == "sglang":
         environment = install_sglang_cpu.environment_of_engine()
         process = {"python": warm.python_of_sglang(), "environment": environment}
+    else:
+        options |= OPTIONS_OF_VLLM.get(name, {})
     try:
         said = run_on_ranks(
             2,
             "judge",
             sides,
             checkpoints,
-            {"tp": 2},
+            options,
             module="refit_every_class_on_cpu",
             timeout=SECONDS,
             **process,

@@ -29,8 +29,13 @@ def class_of(directory: str) -> str:
 
 def sharded(directory: str, shard: int) -> torch.nn.Module:
     """The model of a directory, of the class that it names, on a mesh."""
-    model = getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (shard,), mesh_dim_names=("shard",))
+    return on_mesh(directory, {"shard": shard})
+
+
+def on_mesh(directory: str, sizes: dict[str, int], dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """The same on a mesh of these sizes, in a dtype."""
+    model = getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=dtype)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     decoder = model.get_decoder()
     within = decoder if hasattr(decoder, "layers") or hasattr(decoder, "h") else model.model
     for layer in within.h if hasattr(within, "h") else within.layers:

@@ -26,11 +26,8 @@ from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.model_classes import CLASSES, SIZES, WITH_TOWER, config_of, make, save
 
-# Which the engine's loader transposes, and what is said of them: no rows of the engine's are rows of theirs.
-TURNED = {
-    "Llama4ForCausalLM": "turns or spreads model.layers.0.feed_forward.experts",
-    "GPT2LMHeadModel": "the engine's loader turns or spreads transformer.h.0.attn.c_attn.weight",
-}
+# vLLM switches Llama 4's scale of attention off by itself where its context is short, and connect compares configs.
+SCALED = {"override_generation_config": {"attn_temperature_tuning": True}}
 EP = {"tp": 2, "enable_expert_parallel": True}
 PP = {"pp": 2}
 # Beside those with a tower, of SGLang's.
@@ -40,7 +37,7 @@ SGLANG_CLASSES = (
 )  # fmt: skip
 # By the ranks of the trainer, those of the engine, and whether they are the same processes.
 RUNS = {
-    (2, 2, True): {name: {"tp": 2} for name in (*CLASSES, *WITH_TOWER)},
+    (2, 2, True): {name: {"tp": 2} for name in (*CLASSES, *WITH_TOWER)} | {"Llama4ForCausalLM": {"tp": 2} | SCALED},
     (3, 2, False): {
         "PhimoeForCausalLM": EP, "GraniteMoeForCausalLM": EP, "Gemma3ForCausalLM": {"tp": 2},
         "Olmo2ForCausalLM": {"tp": 2},
@@ -104,16 +101,9 @@ def check(results: list[dict], name: str, engines: int, stages: int = 1) -> None
 
 def test_every_class_holds_what_its_engines_loader_makes_of_the_saved_model(run):
     engines, results, options_of = run
-    names = [name for name in results[0] if name not in TURNED]
-    assert len(names) > 1
-    for name in names:
+    assert len(results[0]) > 1
+    for name in results[0]:
         check(results, name, engines, options_of[name].get("pp", 1))
-
-
-def test_what_an_engine_turns_as_it_loads_is_refused(run):
-    for of in run[1]:
-        for name in TURNED:
-            assert name not in of or TURNED[name] in of[name], of[name]
 
 
 def test_what_would_be_another_model_is_refused_everywhere(checkpoints, tmp_path):

@@ -86,7 +86,9 @@ class Placer:
 
     def _by_trace(self, trace: Trace) -> PlacedTensors:
         views = self._views
-        return place_by_trace(self.names.engine, views.of_trace(trace), views.matrices, self.tensors)
+        return place_by_trace(
+            self.names.engine, views.of_trace(trace, turned_too=True), views.matrices, self.tensors
+        )
 
     @cached_property
     def _views(self) -> StoredViews:

@@ -3,6 +3,7 @@ confirm, or by the trace alone."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,18 +16,23 @@ from reshard.core.views import View
 from reshard.device.memory import Region
 from reshard.engines.tracing.trace import Trace
 
+_NONE: Mapping[Any, Region] = MappingProxyType({})
+
 
 class PlacedTensors(NamedTuple):
-    """A placement, and the region of each of its local tensors, by id."""
+    """A placement, and the region of each of its local tensors, by id. Of a matrix that is `turned` it is that of its
+    transpose, with a row for each of its columns, and not among the others."""
 
     placement: Placement
     regions: dict[Any, Region]
+    turned: Mapping[Any, Region] = _NONE
 
     def joined(self, other: "PlacedTensors") -> "PlacedTensors":
         """Return both as one."""
         tensors = [*self.placement.tensors.values(), *other.placement.tensors.values()]
         shapes = {**self.placement.shapes, **other.placement.shapes}
-        return PlacedTensors(Placement.of(shapes, tensors), self.regions | other.regions)
+        regions, turned = self.regions | other.regions, {**self.turned, **other.turned}
+        return PlacedTensors(Placement.of(shapes, tensors), regions, turned)
 
 
 def place_by_rules(
@@ -74,10 +80,13 @@ def place_by_trace(
 ) -> PlacedTensors:
     """Return the traced copies themselves as a placement: one local tensor for each copy and fill.
 
-    `shapes` are those of the canonical tensors; `tensors` are those that the loader writes into, by
-    parameter. Raises ReshardError if the loader does not fill each of them exactly once.
+    Copies with `strides` are of matrices that the engine turns. `shapes` are those of the canonical tensors; `tensors`
+    are those that the loader writes into, by parameter. Raises ReshardError if the loader does not fill each of them
+    exactly once.
     """
-    local_tensors, regions = [], {}
+    local_tensors: list[LocalTensor] = []
+    regions: dict[Any, Region] = {}
+    turned: dict[Any, Region] = {}
     runs: dict[str, list[_Runs]] = {}
     for copy in trace.copies:
         if not copy.box.volume:  # of an embedding, of which this rank has padding alone
@@ -87,7 +96,10 @@ def place_by_trace(
         local_tensors.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, origin),)))
         rows, width = (*copy.box.lengths, 1)[:2]
         pitch = copy.pitch or width
-        regions[identity] = Region(tensors[copy.parameter], copy.offset, pitch)
+        if copy.strides:
+            (width, rows), pitch = copy.box.lengths, copy.strides[1]
+        of_kind = turned if copy.strides else regions
+        of_kind[identity] = Region(tensors[copy.parameter], copy.offset, pitch)
         written = _Runs(copy.offset, rows, pitch, width)
         runs.setdefault(copy.parameter, []).append(written)
     for fill in trace.fills:
@@ -98,7 +110,7 @@ def place_by_trace(
     wrong = [name for name, written in runs.items() if not _fill_once(written, tensors[name].numel())]
     if wrong:
         raise ReshardError(f"{engine}'s loader does not fill {listed(wrong, 3)} exactly once")
-    return PlacedTensors(Placement.of(shapes, local_tensors), regions)
+    return PlacedTensors(Placement.of(shapes, local_tensors), regions, turned)
 
 
 class _Runs(NamedTuple):

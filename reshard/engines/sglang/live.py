@@ -29,8 +29,10 @@ from reshard.engines.placing.blocks import counted, find_scales, served_in_block
 from reshard.engines.placing.drafter import check_is_current
 from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
+from reshard.engines.placing.saved import saved_form
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower, announced, find_tower
+from reshard.engines.placing.turned import TurnedMatrices, no_moved_turned
 from reshard.engines.placing.twins import part_of_model, scales_of_cache, written_tensors
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
@@ -97,6 +99,9 @@ class SglangModel(LiveEngine):
             self.optional = self._tower.names
         else:
             self._check_tower_loaded()
+        self._saved_form, self._as_saved = saved_form(self.model, self.dtype), False  # as a trainer has it
+        if self._saved_form is not None:
+            self.optional |= self._saved_form.names | self._saved_form.others
         with gc_paused(), compat.experts_in_turn(arguments):
             self._main_trace = self._trace()
         added_once = SGLANG.family(self.model).added_once if self.rank.moe_tp_rank else ()
@@ -177,12 +182,14 @@ class SglangModel(LiveEngine):
         return {} if self._drafter is None else self._drafter.served()
 
     def take_optional(self, available: Set[str]) -> None:
-        """Leave the parts beside the language model alone if the trainer does not have them; see
-        `Engine.take_optional`."""
+        """Leave the parts beside the language model alone if the trainer does not have them, and take experts in the
+        form in which it has them; see `Engine.take_optional`."""
         with_tower = self._tower is not None and self._tower.is_among(available)
         if not with_tower:
             self._check_tower_loaded()
-        if with_tower != self._with_tower:
+        before = self._with_tower, self._as_saved
+        self._as_saved = self._saved_form is not None and self._saved_form.is_among(available)
+        if (with_tower, self._as_saved) != before:
             self._take_places(with_tower)
         self._check_left_alone()
 
@@ -193,12 +200,19 @@ class SglangModel(LiveEngine):
         self._take_tensors(drafter)
         placer = Placer(SGLANG, self.model, self.rank, self.tensors, (), self.dtype)
         with gc_paused():
-            placed = placer.main(self._main_trace)
+            as_saved = self._saved_form if self._as_saved else None
+            main = placer if as_saved is None else replace(placer, model=as_saved.model)
+            placed = main.main(self._main_trace)
             if with_tower and self._tower is not None:
                 placed = placed.joined(replace(placer, model=self._tower.model).main(self._tower.trace))
             if drafter is not None and self._declared is not None:
                 placed = placed.joined(drafter.place(self._declared, self.dtype))
-        self.placement, self.regions = placed
+        self.turned = TurnedMatrices.of(placed)
+        if self.blocks:
+            in_blocks = f"{min(self.blocks)} is in fp8 blocks"
+            self.turned.check_as_loaded(self.blocks, in_blocks, "serve it in bf16")
+        self.placement, self.regions = placed.placement, placed.regions | self.turned.staged
+        self.staged_rounds = self.turned.rounds
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
         # Of memory that it releases SGLang keeps buffers; and it backs up its drafter, or is not refitted.
@@ -213,6 +227,8 @@ class SglangModel(LiveEngine):
                     f"does not support: serve it in bf16, or without --enable-eplb, --init-expert-location and "
                     f"--ep-num-redundant-experts"
                 )
+            if placed.turned:
+                raise no_moved_turned(self.engine, placed)
             self.experts = SglangExperts(self.module, self.arguments, placed, self.model)
             self._follow_experts()
 

@@ -54,13 +54,15 @@ def stand_ins(
     templates_of: Callable[[torch.nn.Module], Tensors] = no_tensors,
     plain_of: Callable[[torch.nn.Module], Tensors] = no_tensors,
     bind: Callable[[torch.Tensor, torch.nn.Module], torch.Tensor] = unbound,
+    read: Collection[str] = (),
 ) -> Iterator[dict[int, str]]:
     """Replace a model's tensors by stand-ins on the meta device; yields the stand-ins' names by
     `storage_id`.
 
     `templates_of` gives a module's tensors as they were made before any processing, as far as they
     differ from those that it has; `plain_of` the tensors that its loader writes into instead of
-    those whose names begin alike; `bind` gives a stand-in the loader of its module. The model gets
+    those whose names begin alike; `bind` gives a stand-in the loader of its module. Buffers with the
+    names `read`, whose numbers a loader looks up to know what to take, stay as they are. The model gets
     its tensors, modules and attributes back at the end, also after an error.
 
     Raises ReshardError at the end for a stand-in in whose place a loader has put another tensor, and for
@@ -95,6 +97,9 @@ def stand_ins(
                     # packed into something else has nothing but its template.
                     template = templates.get(name, tensor)
                     if template is None:
+                        continue
+                    if name in read and slots is module._buffers and tensor is not None:
+                        names[storage_id(tensor)] = live_names.get(id(tensor), f"{path}.{name}")
                         continue
                     # One stand-in for all the names of a tensor.
                     stand_in = stand_in_of.get(id(tensor)) if tensor is not None else None

@@ -143,6 +143,8 @@ class _Recorder(TorchDispatchMode):
         self.computed_of: dict[int, str] = {}  # by storage: what computes its elements of published ones
         # By storage: runs of rows of published tensors that the loader has put one below the other.
         self.joined: dict[int, list[torch.Tensor]] = {}
+        # By storage: numbers without memory whose values are known, as which experts are this rank's.
+        self.known: dict[int, torch.Tensor] = {}
         # By storage, kept, since tensors are known by these: what lies in another order than the loader may believe.
         self.clones: dict[int, torch.Tensor] = {}
         self.dtypes = {storage_id(tensor): tensor.dtype for tensor in tensors.values()}
@@ -178,6 +180,12 @@ class _Recorder(TorchDispatchMode):
             )
         if func is torch.ops.aten.cat.default and self._joins_rows(*args):
             return self._join(args[0])
+        if func is torch.ops.aten.index.Tensor:
+            taken = self._taken(*args)
+            if taken is not None:
+                return taken
+        if func is torch.ops.aten._local_scalar_dense.default and storage_id(args[0]) in self.known:
+            return self.known[storage_id(args[0])][args[0].storage_offset()].item()
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -186,6 +194,10 @@ class _Recorder(TorchDispatchMode):
             self.zeroed.add(storage_id(out))
             self.clones[storage_id(out)] = out
             return out
+        if func is torch.ops.aten._to_copy.default and out.is_meta and not args[0].is_meta:
+            if args[0].is_contiguous():
+                self.known[storage_id(out)] = args[0].flatten()
+            self.clones[storage_id(out)] = out
         if isinstance(out, torch.Tensor) and not func.is_view:
             # A new tensor made of a canonical one: a copy of it could not be traced to a box.
             for arg in args:
@@ -212,6 +224,7 @@ class _Recorder(TorchDispatchMode):
                 if isinstance(written, torch.Tensor):
                     self._check_not_computed(func, storage_id(written))
                     self.zeroed.discard(storage_id(written))
+                    self.known.pop(storage_id(written), None)
 
     def _check_not_computed(self, func: Any, written: int) -> None:
         name = self.parameters.get(written)
@@ -260,6 +273,26 @@ class _Recorder(TorchDispatchMode):
         if source in self.computed_of:
             self.computed_of[storage_id(clone)] = self.computed_of[source]
         return clone
+
+    def _taken(self, tensor: torch.Tensor, indexes: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return what a loader takes of a published tensor by indexes along its first dim, as which experts are this
+        rank's; None if the indexes are not known, or not as far apart each."""
+        if len(indexes) != 1 or indexes[0] is None or storage_id(tensor) not in self.sources:
+            return None
+        known = self.known.get(storage_id(indexes[0]))
+        if (
+            known is None
+            or known.dtype != torch.int64
+            or known.numel() != indexes[0].numel()
+            or indexes[0].ndim != 1
+        ):
+            return None
+        steps = set(known.diff().tolist())
+        if not known.numel() or len(steps) > 1 or min(steps, default=1) < 1 or int(known[0]) < 0:
+            return None
+        first, step = int(known[0]), min(steps, default=1)
+        stop = int(known[-1]) + 1
+        return self._clone(tensor[first:stop:step], tensor.dtype) if stop <= tensor.shape[0] else None
 
     def _joins_rows(self, tensors: list[torch.Tensor], dim: int = 0) -> bool:
         """Tell whether these are rows of published matrices, or runs of vectors, to be put one below the other."""

@@ -36,12 +36,13 @@ class StoredViews:
         stored_dtypes = {tensor_of(self.places[name]): dtype for name, dtype in dtypes.items()}
         return {name: (shape, stored_dtypes[name]) for name, shape in self.stored.items()}
 
-    def of_trace(self, trace: Trace) -> Trace:
+    def of_trace(self, trace: Trace, turned_too: bool = False) -> Trace:
         """Return a trace of copies of stored tensors as one of canonical tensors. Raises
-        ReshardError for a copy that is not made of rows of these."""
-        return Trace([part for copy in trace.copies for part in self._parts(copy)], trace.fills)
+        ReshardError for a copy that is not made of rows of these; with `turned_too` one of which columns become
+        rows has the `strides` ``(1, pitch)``."""
+        return Trace([part for copy in trace.copies for part in self._parts(copy, turned_too)], trace.fills)
 
-    def _parts(self, copy: TracedCopy) -> Iterator[TracedCopy]:
+    def _parts(self, copy: TracedCopy, turned_too: bool) -> Iterator[TracedCopy]:
         shape = self.stored[copy.name]
         if len(shape) < 3 and copy.name not in self.views and not copy.strides:
             yield copy
@@ -50,7 +51,7 @@ class StoredViews:
         for view in self.views.get(copy.name, [copy.name]):
             name = self.names[view]
             for part in strided_parts(view, shape, box, strides):
-                yield _in_rows(copy, name, part, View.parse(view).shape_in(shape))
+                yield _in_rows(copy, name, part, View.parse(view).shape_in(shape), turned_too)
 
 
 def _with_all_dims(copy: TracedCopy, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
@@ -104,9 +105,11 @@ def _rows(copy: TracedCopy, shape: tuple[int, ...]) -> Box:
     )
 
 
-def _in_rows(copy: TracedCopy, name: str, part: StridedPart, shape: tuple[int, ...]) -> TracedCopy:
-    """Return a part of a copy as rows of a canonical tensor of this shape, or elements of a vector. Raises
-    ReshardError if it is neither."""
+def _in_rows(
+    copy: TracedCopy, name: str, part: StridedPart, shape: tuple[int, ...], turned_too: bool
+) -> TracedCopy:
+    """Return a part of a copy as rows of a canonical tensor of this shape, or elements of a vector; with `turned_too`
+    also as columns of one, each of which lies in one piece. Raises ReshardError if it is neither."""
     box, apart = part.box, part.strides
     if len(box.lengths) > 2:
         inner = tuple(prod(box.lengths[dim + 1 :]) for dim in range(1, len(box.lengths)))
@@ -116,6 +119,8 @@ def _in_rows(copy: TracedCopy, name: str, part: StridedPart, shape: tuple[int, .
             raise turned("the engine", copy.name, copy.parameter)
         box, apart = Box((box.offsets[0], box.offsets[-1]), as_matrix(box.lengths)), (apart[0], 1)
     if len(box.lengths) == 2 and apart[1] != 1 and box.lengths[1] > 1:
+        if turned_too and (apart[0] == 1 or box.lengths[0] == 1):
+            return TracedCopy(copy.parameter, copy.offset + part.offset, 0, name, box, (1, apart[1]))
         raise turned("the engine", copy.name, copy.parameter)
     contiguous = len(box.lengths) == 1 and apart == (1,)
     pitch = 0 if contiguous or box.lengths[0] == 1 else apart[0]

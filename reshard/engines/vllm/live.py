@@ -1,6 +1,7 @@
 """A live vLLM model as the destination of a refit."""
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 from weakref import WeakMethod
 
@@ -19,8 +20,10 @@ from reshard.engines.placing.drafter import check_is_current
 from reshard.engines.placing.left_alone import DRAFT, LeftAlone, left_alone
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
+from reshard.engines.placing.saved import saved_form
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower, announced
+from reshard.engines.placing.turned import TurnedMatrices, no_moved_turned
 from reshard.engines.placing.twins import part_of_model, scales_of_cache, written_tensors
 from reshard.engines.tested import version_of
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
@@ -116,6 +119,7 @@ class VllmModel(LiveEngine):
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         with in_config(config):  # vLLM may have changed transformers' class
             self.model = any_model(self.hf_config, f"vLLM's config of {config.model_config.model}")
+            self._saved_form = saved_form(self.model, config.model_config.dtype)
         if isinstance(self.model.family, ClassFamily):
             self.hf_config = with_class_fields(
                 self.hf_config, config.model_config.hf_config, self.model.family.architecture
@@ -131,6 +135,9 @@ class VllmModel(LiveEngine):
             stages = config.parallel_config.pipeline_parallel_size
             self.hf_config = announced(self._tower, self.hf_config, stages)
         self.optional = self._of_drafter | (self._tower.names if self._tower is not None else frozenset())
+        if self._saved_form is not None:
+            self.optional |= self._saved_form.names | self._saved_form.others
+        self._as_saved = False  # as the trainer has it
         self._main_trace: Trace | None = None
         self._adapters: dict[str, VllmAdapter] = {}
         self._left = LeftAlone(model, self.guard)
@@ -214,7 +221,10 @@ class VllmModel(LiveEngine):
         self.pp, self.pp_rank = pipeline_parallel()
         with gc_paused():
             placed = exchange(self._place_tensors(), exchanged_layers(language_model))
-            self.placement, self.regions = placed
+            self.turned = TurnedMatrices.of(placed, len(self.reloads.rounds))
+            if self.turned.matrices and (self.blocks or self.reloads.round_of):
+                self.turned.check_as_loaded({*self.blocks, *self.reloads.round_of}, *self._changed_layer())
+            self.placement, self.regions = placed.placement, placed.regions | self.turned.staged
             self.reloads.share(self._parts_of_reloads())
             self.experts = self._find_experts(placed)
         self.scales = find_scales(placed, self.blocks, self.tensors, self.match_vllm_rounding)
@@ -222,7 +232,7 @@ class VllmModel(LiveEngine):
         layers = {identity: _layer_of(identity) for identity in self.regions}
         self.staged_rounds = {
             identity: rounds[layer] for identity, layer in layers.items() if layer in rounds
-        }
+        } | self.turned.rounds
         everything = Served(self.module, self.draft)
         self._modules = dict(everything.named_modules)
         # Tensors of a drafter that a refit leaves alone.
@@ -270,6 +280,8 @@ class VllmModel(LiveEngine):
                 f"{changed}, which a refit of experts that vLLM moves by their load (EPLB) does not support: "
                 f"{instead}, or without enable_eplb"
             )
+        if placed.turned:
+            raise no_moved_turned(self.engine, placed)
         self.cannot_switch = "its experts move (EPLB)"
         return VllmExperts(self.served, placed, self.model, self.worker)
 
@@ -288,7 +300,9 @@ class VllmModel(LiveEngine):
             self._main_trace = self._trace_main(dtype)
             if isinstance(self.model.family, ClassFamily):  # of others our rules say what vLLM takes
                 check_all_taken(self.engine, self.module, self.model, self.rank, self._main_trace, self.pp)
-        placed = placer.main(self._main_trace)
+        as_saved = self._saved_form if self._as_saved else None
+        main = placer if as_saved is None else replace(placer, model=as_saved.model)
+        placed = main.main(self._main_trace)
         if self._with_tower and self._tower is not None:
             of_tower = Placer(VLLM, self._tower.model, self.rank, self.loaded, (), dtype)
             placed = placed.joined(of_tower.main(self._tower.trace))
@@ -410,7 +424,7 @@ class VllmModel(LiveEngine):
 
     def take_optional(self, available: Set[str]) -> None:
         """Leave the drafter alone if the trainer has no MTP layers, and the parts beside the language model if it does
-        not have these; see `Engine.take_optional`."""
+        not have these, and take experts in the form in which the trainer has them; see `Engine.take_optional`."""
         of_drafter = available & self._of_drafter
         of_tower = self._tower is not None and self._tower.is_among(available)
         if self._of_drafter and not of_drafter:
@@ -418,7 +432,9 @@ class VllmModel(LiveEngine):
         if self._tower is not None and not of_tower:
             self._check_tower_loaded()
         with_drafter = bool(of_drafter) or self._declared is not None
-        if (with_drafter, of_tower) != (self.served.draft is not None, self._with_tower):
+        before = self.served.draft is not None, self._with_tower, self._as_saved
+        self._as_saved = self._saved_form is not None and self._saved_form.is_among(available)
+        if (with_drafter, of_tower, self._as_saved) != before:
             self._find_tensors(with_drafter, of_tower)
         self._check_left_alone()
 
@@ -494,12 +510,17 @@ class VllmModel(LiveEngine):
         super().end(version)
 
     def process_round(self, index: int) -> None:
-        """Let vLLM quantize the layers of a round."""
-        self.reloads.process_round(index, self.timeout)
+        """Let vLLM quantize the layers of a round, or write the transposes of its matrices."""
+        if index >= len(self.reloads.rounds):
+            super().process_round(index)
+        else:
+            self.reloads.process_round(index, self.timeout)
 
     def mismatches(self, index: int) -> list[Any]:
         """Return the ids of local tensors whose layers, in this round, serve from something
         else."""
+        if index >= len(self.reloads.rounds):
+            return super().mismatches(index)
         layers = {name.rpartition(".")[0] for name in self.reloads.mismatches(index, self.timeout)}
         return [identity for identity in self.staged_rounds if _layer_of(identity) in layers]
 

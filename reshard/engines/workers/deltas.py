@@ -59,12 +59,7 @@ class EngineDeltas:
     quantized weights."""
 
     def __init__(self, engine: Engine) -> None:
-        if engine.scales or engine.staged_rounds:
-            identity = next(iter({**engine.scales, **engine.staged_rounds}))
-            raise ReshardError(
-                f"this {engine.guard.engine} serves {identity[0]} rearranged or quantized, and deltas are of plain "
-                "weights: write the version with reshard delta apply, and load that"
-            )
+        _check_plain(engine)
         self.engine = engine
         self.chain: Chain | None = None
         self.session = ""
@@ -103,6 +98,7 @@ class EngineDeltas:
         self._take_drafter(chain)
         if self.engine.optional:
             self.engine.take_optional(self.engine.optional & tensors.keys())
+            _check_plain(self.engine)
         self.found, self.boxes = state_of(self.engine), {}
         for identity, tensor in self.engine.placement.tensors.items():
             region = self.engine.regions[identity]
@@ -384,6 +380,16 @@ class EngineDeltas:
         if self.chain is not None:
             self.chain.close()
         self.chain, self.prepared, self._reading, self.coming, self.due = None, [], None, None, None
+
+
+def _check_plain(engine: Engine) -> None:
+    """Raise ReshardError if an engine does not serve what deltas change."""
+    if engine.scales or engine.staged_rounds:
+        identity = next(iter({**engine.scales, **engine.staged_rounds}))
+        raise ReshardError(
+            f"this {engine.guard.engine} serves {identity[0]} rearranged or quantized, and deltas are of plain "
+            "weights: write the version with reshard delta apply, and load that"
+        )
 
 
 def _then(write: Callable[[], None], version: int) -> int:

@@ -73,7 +73,7 @@ def state_of(link: Linked) -> DeltaState:
         if link.receiver.engine.cannot_switch:
             return DeltaState(None, link.receiver.engine.cannot_switch)
         if link.receiver.rounds:
-            return DeltaState(None, "it quantizes weights when they have arrived")
+            return DeltaState(None, "it quantizes or transposes weights when they have arrived")
     if others := sorted(routes - {NCCL}):
         return DeltaState(None, f"some of its bytes go by {others[0]} (backend='nccl')")
     state = link.chain.state(link.broken, moved)

@@ -13,6 +13,7 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
+from reshard.engines.placing.turned import TurnedMatrices
 from reshard.engines.vllm.adapters.compat import check_config, manager_of, worker_manager_of
 from reshard.engines.vllm.adapters.stages import Slice, StagedSlice, Stages
 from reshard.engines.vllm.adapters.targets import Target, find_targets
@@ -38,6 +39,7 @@ class AdaptedModel(Protocol):
     tp: int
     placement: Placement
     regions: Mapping[Any, Region]
+    turned: TurnedMatrices
     module: torch.nn.Module
     worker: Any
     front: Any
@@ -70,7 +72,9 @@ class VllmAdapter(AdapterEngine):
         self.dtype: torch.dtype = manager.lora_config.lora_dtype
         self.versions = versions_of(manager, base.guard, base.served.adapters)
         self.versions.serve(worker_manager_of(base.worker))
-        self.targets, self._reasons = find_targets(base.placement, base.regions, base.served.adapters)
+        self.targets, self._reasons = find_targets(
+            base.placement, base.regions, base.served.adapters, base.turned.matrices
+        )
         self.guard = Guard("vLLM", False, f"no version of adapter {name!r}")
         self.placement, self.regions = Placement({}), {}
         self._stages = Stages([], self.dtype, self.device)

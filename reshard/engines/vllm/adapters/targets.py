@@ -6,7 +6,7 @@ several ranks repeat, and experts, are where the weights are. What vLLM splits b
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from reshard.core.extras import importing
@@ -49,18 +49,26 @@ class Target(NamedTuple):
 
 
 def find_targets(
-    placement: Placement, regions: Mapping[Any, Region], wrappers: Mapping[str, torch.nn.Module]
+    placement: Placement,
+    regions: Mapping[Any, Region],
+    wrappers: Mapping[str, torch.nn.Module],
+    turned: Collection[Any] = (),
 ) -> tuple[dict[str, Target], dict[str, str]]:
     """Return the place of each published weight's adapter on this rank, for those in layers that vLLM has
     wrapped, whose `wrappers` are given by the layers' names; and why there is none, by the weights of
     layers whose buffers are not of the shapes that they call for. The weights' own places are their
-    `placement` and `regions`.
+    `placement` and `regions`; those with an id that is `turned` are served transposed.
     """
+    reasons: dict[str, str] = {}
     parts_of: dict[tuple[str, str], list[tuple[int, Part]]] = defaultdict(list)
     for identity, tensor in placement.tensors.items():
         layer, _, key = tensor_of(identity[0]).rpartition(".")
         wrapped = _wrapped_around(layer, wrappers)
         if wrapped is None:
+            continue
+        if identity in turned:
+            why = f"vLLM serves {layer} transposed to what is published, whose adapters are not refitted"
+            reasons.update(dict.fromkeys((part.name for part in tensor.parts), why))
             continue
         region = regions[identity]
         for part in tensor.parts:
@@ -68,7 +76,6 @@ def find_targets(
                 start = region.offset + part.at[0] * region.pitch + part.at[1]
                 parts_of[wrapped, key].append((start, part))
     targets: dict[str, Target] = {}
-    reasons: dict[str, str] = {}
     for (layer, key), parts in parts_of.items():
         try:
             slices = buffers_of(layer, wrappers[layer]).get(key)
@@ -155,8 +162,8 @@ def _rows_in(
 
 
 def _joined(name: str, boxes: list[Box]) -> Box:
-    """Return the one box that these boxes of rows make up."""
-    boxes = sorted(boxes, key=lambda box: box.offsets[0])
+    """Return the one box that these boxes of rows make up, in the order in which they lie. Raises ReshardError for rows
+    in another order than the published ones, as of heads that an engine's loader turns."""
     first, rows = boxes[0], sum(box.lengths[0] for box in boxes)
     ends = [box.offsets[0] + box.lengths[0] for box in boxes]
     if any(box.offsets[0] != end for box, end in zip(boxes[1:], ends[:-1], strict=True)) or any(

@@ -26,13 +26,15 @@ def exchange(placed: PlacedTensors, layers: Collection[str]) -> PlacedTensors:
     """
     if not layers:
         return placed
-    tensors, regions = [], dict(placed.regions)
+    tensors, regions, turned = [], dict(placed.regions), dict(placed.turned)
     for local in placed.placement.tensors.values():
         layer, _, key = str(local.id[0]).partition("[")[0].rpartition(".")
-        if layer in layers and key == MATRIX:
+        if layer in layers and key == MATRIX and local.id in turned:
+            turned[local.id] = _exchanged_turned(local, turned[local.id])
+        elif layer in layers and key == MATRIX:
             local, regions[local.id] = _exchanged(local, regions[local.id])
         tensors.append(local)
-    return PlacedTensors(Placement.of(placed.placement.shapes, tensors), regions)
+    return PlacedTensors(Placement.of(placed.placement.shapes, tensors), regions, turned)
 
 
 def _exchanged(local: LocalTensor, region: Region) -> tuple[LocalTensor, Region]:
@@ -50,6 +52,17 @@ def _exchanged(local: LocalTensor, region: Region) -> tuple[LocalTensor, Region]
         return local._replace(parts=tuple(parts)), region
     distance = half * width if first < half else -half * width
     return local, region._replace(offset=region.offset + distance)
+
+
+def _exchanged_turned(local: LocalTensor, region: Region) -> Region:
+    """Return the region of one expert's gate or up, which is served turned, in the other's place."""
+    _, rows, width = region.tensor.shape
+    half, first = rows // 2, region.offset // width % rows
+    end = first + local.shape[1]
+    if region.pitch != width or region.offset % width or end > rows or first // half != (end - 1) // half:
+        raise _as_one(local)
+    distance = half * width if first < half else -half * width
+    return region._replace(offset=region.offset + distance)
 
 
 def _as_one(local: LocalTensor) -> ReshardError:

@@ -14,6 +14,9 @@ from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.quantized.layers import plain_templates
 from reshard.engines.vllm.quantized.processing import bound_to, loading_templates
 
+# Buffers that say which experts are this rank's: Llama 4's loader looks them up.
+EXPERT_MAPS = ("expert_map", "_expert_map")
+
 
 def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collection[str] = ()) -> Trace:
     """Return what ``model.load_weights`` would copy and fill, given canonical tensors (shape,
@@ -22,7 +25,7 @@ def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collecti
     Raises ReshardError, naming the parameter, if it computes something instead of copying, and if
     it fails.
     """
-    in_place = stand_ins.stand_ins(model, loading_templates, plain_templates, bound_to)
+    in_place = stand_ins.stand_ins(model, loading_templates, plain_templates, bound_to, EXPERT_MAPS)
     load: Any = getattr(model.load_weights, "unwatched", model.load_weights)  # a trace writes no weights
     with without_adapters(model), in_place as parameters:
         stand_in: Any
