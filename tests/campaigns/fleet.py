@@ -3,10 +3,10 @@
     python -m tests.campaigns.fleet --seed 1 --sends 300 --engines 6
 
 Engines are processes with a server of vLLM's routes and one tensor, which they pass on to each other. Before and during
-sends some are killed, stopped, continued, started again, removed and added. After each send every engine that the
-report names as refitted has the trainer's bits; every other that says that it serves a version has the bits of that
-one; no send takes longer than its limits; and none fails while an engine is there that nobody has disturbed. Prints a
-line for each violation and one in the end; exit status 1 where there was any.
+sends some are killed, stopped, continued, started again, removed and added, and the trainer's fleet is made anew. After
+each send every engine that the report names as refitted has the trainer's bits; every other that says that it serves a
+version has the bits of that one; no send takes longer than its limits; and none fails while an engine is there that
+nobody has disturbed. Prints a line for each violation and one in the end; exit status 1 where there was any.
 """
 
 import argparse
@@ -160,6 +160,7 @@ def disturb(pod: Pod, fleet: Fleet, rng: random.Random, counts: Counter) -> None
 def campaign(seed: int, sends: int, engines: int) -> tuple[list[str], Counter, float]:
     """Return the violations, what happened how often, and the longest send in seconds."""
     rng, counts, violations, longest = random.Random(seed), Counter(), [], 0.0
+    anew = random.Random(~seed)
     source, crcs = OneShard(0, ROWS), {}
     pods = [Pod(f"pod-{index}") for index in range(engines)]
     fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT, relays="always")
@@ -213,6 +214,14 @@ def campaign(seed: int, sends: int, engines: int) -> tuple[list[str], Counter, f
         counts["refitted"] += len(refitted)
         if rng.random() < 0.5:
             violations += between(pods, fleet, version, crcs, rng, counts)
+        if anew.random() < 0.2:
+            fleet.close()
+            fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT, relays="always")
+            for pod in pods:
+                if pod.is_alive:
+                    fleet.add(HttpClient(pod.url, timeout=30, name=pod.name))
+            counts["trainers"] += 1
+            violations += before_it_sends(pods, fleet, crcs, anew, counts)
     for pod in pods:
         pod.signal(signal.SIGKILL)
     fleet.close()
@@ -245,6 +254,26 @@ def between(
         counts["brought"] += has_it and not engine["connected"]
         if has_it and not engine["connected"] and (said := wrong(pod, version, crcs, [pod.name])):
             violations.append(f"version {version}, from others: {pod.name} {said}")
+    return violations
+
+
+def before_it_sends(
+    pods: list[Pod], fleet: Fleet, crcs: dict[int, int], rng: random.Random, counts: Counter
+) -> list[str]:
+    """Wait while engines that are behind get what others serve from a trainer before; return the violations."""
+    deadline = time.monotonic() + rng.choice([0.5, 12.0])
+    while time.monotonic() < deadline and any(one["why"] for one in fleet.describe()["engines"].values()):
+        time.sleep(0.1)
+    said, violations = fleet.describe(), []
+    for pod in pods:
+        engine = said["engines"].get(pod.name, {})
+        has_it = said["found"] is not None and engine.get("version") == said["found"] and not engine["why"]
+        counts["found"] += has_it
+        refitted = [pod.name] if has_it else []
+        if why := wrong(pod, said["found"] if has_it else 0, crcs, refitted):
+            violations.append(
+                f"before a new trainer's first version, {said['found']} was found: {pod.name} {why}"
+            )
     return violations
 
 
