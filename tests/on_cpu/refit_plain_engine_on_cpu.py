@@ -22,9 +22,8 @@ class TransformersEngine(Engine):
     def __init__(self, model: torch.nn.Module) -> None:
         self.hf_config = model.config.to_dict()
         self.tp = 1
-        self.placement, self.regions = place_by_trace(
-            "transformers", traced(model), shapes(model), dict(model.named_parameters())
-        )
+        placed = place_by_trace("transformers", traced(model), shapes(model), dict(model.named_parameters()))
+        self.placement, self.regions = placed.placement, placed.regions
         written = {id(region.tensor) for region in self.regions.values()}
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         brought = {name: tensor for name, tensor in tensors.items() if id(tensor) in written}
