@@ -281,7 +281,8 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
         sentence = f"this vLLM holds {what}: refit it before it serves"
         assert requests == [["EngineRefusedError", sentence, True]] * 2
         since = [state.pop("since") for state in states]
-        assert states == [{"ready": False, "version": None, "refusal": sentence, "asleep": False}]
+        of_none = {"version": None, "origin": ""}
+        assert states == [{"ready": False, **of_none, "refusal": sentence, "asleep": False}]
         assert all(0 < time.time() - one < 600 for one in since)
     assert outcome["version of a half-written one"] == [None]
     logprobs, states = outcome["whole again"]

@@ -24,6 +24,7 @@ from reshard.refit.copying.addresses import (
     REQUEST_CODEC,
     Pieces,
 )
+from reshard.refit.copying.tables import TILE_BYTES
 from reshard.refit.cuts import CUT_AT, LEAST_PART_BYTES, OF_ROWS, cuts_among, no_cuts, parts_of
 from reshard.refit.protocol.cuts import NO_CUTS, post_cuts, read_cuts
 from reshard.refit.protocol.encoding import digest, pack_array
@@ -203,7 +204,7 @@ def test_what_a_trainers_rank_says_of_cuts_is_checked():
 
 # Refits: two trainers' ranks with half of the rows each, and engines' ranks with boxes of all.
 
-ROWS = 64
+ROWS = 1 << 17  # 2 MiB, in several rounds
 
 
 class OneBox(OneTensor):
@@ -269,10 +270,10 @@ WAYS = pytest.mark.parametrize("backend", ["nccl", "staged", "nixl"])
 def test_what_engines_at_three_layouts_want_leaves_the_trainer_once(
     backend, choice, cut, copies, monkeypatch
 ):
-    monkeypatch.setattr(nccl, "LEAST_BUCKET", 1 << 12)
+    monkeypatch.setattr(nccl, "LEAST_BUCKET", TILE_BYTES)
     if not cut:  # as if boxes that differ had nothing in common
         monkeypatch.setattr(sender, "cuts_among", lambda *_: no_cuts())
-    results = refits_of(engines_at_layouts(), backend, choice, bucket_bytes=4 << 20)
+    results = refits_of(engines_at_layouts(), backend, choice, bucket_bytes=2 << 20)
     size = 2 * ROWS * COLUMNS
     for seen, _ in results[:2]:
         for sent, _ in seen:
@@ -289,14 +290,14 @@ def test_an_engine_that_connects_again_plans_from_whole_boxes():
     """What is planned is kept for the next connection, and is not what the last one has cut."""
     engines, size = engines_at_layouts()[:3], 2 * ROWS * COLUMNS
     for choice, copies in (("always", 1), ("never", 2), ("always", 1)):
-        results = refits_of(engines, "nccl", choice, bucket_bytes=4 << 20)
+        results = refits_of(engines, "nccl", choice, bucket_bytes=2 << 20)
         sent = [sent for seen, _ in results[:2] for sent, _ in seen]
         assert all(math.isclose(one, copies * size, rel_tol=0.02) for one in sent), (choice, sent)
 
 
 def test_changes_go_down_lines_of_several_layouts(monkeypatch):
-    monkeypatch.setattr(nccl, "LEAST_BUCKET", 1 << 12)
-    results = refits_of(engines_at_layouts(), "nccl", "always", bucket_bytes=4 << 20, delta=True)
+    monkeypatch.setattr(nccl, "LEAST_BUCKET", TILE_BYTES)
+    results = refits_of(engines_at_layouts(), "nccl", "always", bucket_bytes=2 << 20, delta=True)
     assert all(any(received.get("relay", 0) for _, received in seen) for seen, _ in results[3:5])
 
 
@@ -305,7 +306,7 @@ def test_engines_in_another_dtype_get_their_own_bits(backend):
     """One at TP 1 in fp32, whose casts are not those of the ones at TP 1 and TP 2 in bf16."""
     whole, half = Box((0, 0), (2 * ROWS, COLUMNS)), Box((0, 0), (2 * ROWS, COLUMNS // 2))
     engines = [OneBox(whole, 1, torch.float32), OneBox(half, 2, torch.float32), *engines_at_layouts()[:3]]
-    results = refits_of(engines, backend, "always", bucket_bytes=4 << 20)
+    results = refits_of(engines, backend, "always", bucket_bytes=2 << 20)
     size = 2 * ROWS * COLUMNS
     assert [math.isclose(sent, 2 * size, rel_tol=0.02) for seen, _ in results[:2] for sent, _ in seen] == [
         True
