@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import install_sglang_cpu
+from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.checkpoints import make as make_published
 from tests.tools.model_classes import make
@@ -106,3 +108,24 @@ def test_a_context_in_which_vllm_scales_no_attention_is_refused_by_name(checkpoi
         2, "refit_each", sides(tmp_path, 2, 2, True), cases, module="refit_without_table_on_cpu"
     ):
         assert "attn_temperature_tuning is True, but the served model's is False" in of[LLAMA4]
+
+
+if install_sglang_cpu.installed():
+
+    def test_an_sglang_serves_the_transposed_experts_of_gpt_oss(checkpoints, tmp_path):
+        options = {"tp": 2, "disable_radix_cache": True, "attention_backend": "triton"}
+        results = run_on_ranks(
+            2,
+            "refit_each",
+            sides(tmp_path, 2, 2, True),
+            {GPT_OSS: (checkpoints(GPT_OSS), options)},
+            module="refit_without_table_on_cpu",
+            python=warm.python_of_sglang(),
+            environment=install_sglang_cpu.environment_of_engine(),
+        )
+        for of in results:
+            now, (before, expected), _ = of[GPT_OSS]
+            assert {key for key in expected if now[key] != expected[key]} == set()
+            assert sum(before[key] != expected[key] for key in expected) >= 0.5 * len(expected), (
+                "other weights"
+            )
