@@ -276,7 +276,8 @@ def apply(
 
         def write_drafter() -> None:
             if drafter is not None and team.process == 0:
-                written = written_beside(drafter, destination, opened, source.deltas, options)
+                reads = source.read_files()
+                written = written_beside(drafter, destination, opened, source.deltas, reads, options)
                 publish.append(stack.enter_context(written))
 
         team.together(write_drafter)
