@@ -250,7 +250,8 @@ def apply(
     read once, and has to have the digests that the chain says. The other options are those of `mcore_to_hf`.
 
     Of a chain with a drafter this writes the model, and says so. With `drafter`, the directory of the checkpoint with
-    which the drafter began and one to write, it writes the drafter of the same version there too: both, or neither.
+    which the drafter began and one to write, it writes the drafter of the same version there too: both, or neither,
+    but that a run which is killed as it ends may leave the model alone.
 
     Raises ReshardError, and leaves no destination, where a delta is missing, altered or out of order, or the
     base is another.
