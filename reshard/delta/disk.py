@@ -250,7 +250,8 @@ def apply(
     read once, and has to have the digests that the chain says. The other options are those of `mcore_to_hf`.
 
     Of a chain with a drafter this writes the model, and says so. With `drafter`, the directory of the checkpoint with
-    which the drafter began and one to write, it writes the drafter of the same version there too: both, or neither.
+    which the drafter began and one to write, it writes the drafter of the same version there too: both, or neither,
+    but that a run which is killed as it ends may leave the model alone.
 
     Raises ReshardError, and leaves no destination, where a delta is missing, altered or out of order, or the
     base is another.
@@ -276,7 +277,8 @@ def apply(
 
         def write_drafter() -> None:
             if drafter is not None and team.process == 0:
-                written = written_beside(drafter, destination, opened, source.deltas, options)
+                reads = source.read_files()
+                written = written_beside(drafter, destination, opened, source.deltas, reads, options)
                 publish.append(stack.enter_context(written))
 
         team.together(write_drafter)

@@ -114,14 +114,18 @@ class NextDrafter:
             )
 
     @contextmanager
-    def written(self, destination: str | Path, options: RunOptions) -> Iterator[Callable[[], None]]:
+    def written(
+        self, destination: str | Path, reads: Sequence[Path], options: RunOptions
+    ) -> Iterator[Callable[[], None]]:
         """Write the drafter's files in a hidden directory beside a destination, which the function that is yielded
         makes the destination. Raises ReshardError, before anything is written there, unless the base's tensors, and
-        those after each delta, have the digests that the chain says."""
+        those after each delta, have the digests that the chain says, and where files that the model `reads` are in
+        the destination."""
         if is_store(destination):
             raise ReshardError(f"{destination} is in an object store: give a directory for the drafter")
         base = self.base
-        workdir = Workdir(base.path, base.read_files(), Path(destination), options.overwrite, resume=False)
+        reads = [*base.read_files(), *reads]
+        workdir = Workdir(base.path, reads, Path(destination), options.overwrite, resume=False)
         workdir.check_destination()
         is_there = False
         try:
@@ -215,12 +219,13 @@ def written_beside(
     model: str | Path,
     chain: Chain,
     changes: Sequence[DeltaFiles],
+    reads: Sequence[Path],
     options: RunOptions,
 ) -> Iterator[Callable[[], None]]:
     """Do what `NextDrafter.written` does of a `drafter`, given as the directory of its base and its destination, beside
-    that of the `model`; a dry run writes nothing."""
+    that of the `model`, which `reads` files; a dry run writes nothing."""
     base, destination = drafter
-    places = [os.path.abspath(place) for place in (model, destination) if not is_store(place)]
+    places = [os.path.realpath(place) for place in (model, destination) if not is_store(place)]
     if len(places) == 2 and os.path.commonpath(places) in places:
         raise ReshardError(
             f"{model} and {destination} overlap: give the drafter a directory beside the model's"
@@ -229,8 +234,13 @@ def written_beside(
         raise ReshardError(f"{base} is not a directory with a drafter's checkpoint")
     with closing(StoredDrafter(Path(base))) as stored:
         following = NextDrafter(stored, chain, changes)
+        for path in stored.read_files() if not is_store(model) else ():
+            if Path(os.path.realpath(path)).is_relative_to(places[0]):
+                raise ReshardError(
+                    f"{path} is in {model}, which this run would replace: move it away, and read it from there"
+                )
         if options.dry_run:
             yield lambda: None
             return
-        with following.written(destination, options) as publish:
+        with following.written(destination, reads, options) as publish:
             yield publish

@@ -18,7 +18,7 @@ from reshard.comm.background import in_background
 from reshard.comm.group import RefitGroup
 from reshard.comm.ranks import error_line
 from reshard.core.errors import ReshardError
-from reshard.integrations.members import Member, finish, new_claim
+from reshard.integrations.members import Held, Member, finish, new_claim
 from reshard.integrations.standing import Standing
 from reshard.integrations.sync import Calls, Meeting
 from reshard.integrations.vllm.transfer import count_workers, with_adapter
@@ -75,7 +75,7 @@ class Recovery:
         self._lock = Lock()
         self._meeting: Meeting | None = None  # of those that are under way
         self._again: dict[str, float] = {}  # when to try an engine next
-        self._asked: dict[str, Future[int | None]] = {}  # what engines serve, as they say
+        self._asked: dict[str, Future[Held | None]] = {}  # what engines serve, as they say
         self._watch_at = time.monotonic() + WATCH_SECONDS
         self._thread = Thread(target=self._run, name="reshard-recovery", daemon=True)
         self._thread.start()
@@ -132,7 +132,8 @@ class Recovery:
         return self.standing is None or member.version is None or member.version < version
 
     def _watch(self) -> None:
-        """Ask engines that have the version whether they still serve it: one may have been started again."""
+        """Ask engines that have the version whether they still serve it: one may have been started again, or have got
+        another sender's, which may have the same number."""
         asked = {
             name: member
             for name, member in self.members().items()
@@ -140,19 +141,19 @@ class Recovery:
         }
         for name, member in asked.items():
             if name not in self._asked:
-                self._asked[name] = in_background(partial(member.client.serves, self.how.adapter))
+                self._asked[name] = in_background(partial(member.client.holds, self.how.adapter))
         wait(self._asked.values(), WATCH_SECONDS)
         for name, member in asked.items():
             with self._lock:
                 if not self._stopped and self._asked[name].done():
                     self._note(member, self._asked.pop(name))
 
-    def _note(self, member: Member, answer: "Future[int | None]") -> None:
+    def _note(self, member: Member, answer: "Future[Held | None]") -> None:
         """Note what an engine that had the version says that it serves."""
         error = answer.exception()
         if error is not None:
             member.why = error_line(error)
-        elif answer.result() == self.how.version:
+        elif answer.result() == (self.how.version, self.how.origin):
             member.why = ""
         else:
             member.restarted()

@@ -209,6 +209,28 @@ def test_places_that_overlap_are_refused(refused):
     assert "overlap: give the drafter a directory beside the model's" in refused(to="model/drafter")
 
 
+@pytest.mark.parametrize("over", ["model", "chain", "drafter"])
+def test_what_is_read_is_not_replaced(over, chain, models, drafters, tmp_path):
+    """Neither result replaces the base of either, or the chain."""
+    places = {"model": models[0][0], "chain": chain, "drafter": drafters["few tokens"][0]}
+    for name, place in places.items():
+        shutil.copytree(place, tmp_path / name)
+    held = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    written = {"drafter": tmp_path / "new"} if over == "drafter" else {"model": tmp_path / "new"}
+    to = {"model": tmp_path / over, "drafter": tmp_path / over} | written
+    with pytest.raises(ReshardError, match="which this run would (empty or )?replace: move it away"):
+        apply(
+            tmp_path / "model", tmp_path / "chain", to["model"], overwrite=True,
+            drafter=(tmp_path / "drafter", to["drafter"]),
+        )  # fmt: skip
+    assert held == {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+
+
+def test_places_that_overlap_by_a_link_are_refused(refused, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    assert "overlap: give the drafter a directory beside the model's" in refused(to="link/model/drafter")
+
+
 def test_a_tensor_that_the_chain_does_not_bring_is_not_written_as_it_was(refused, drafters, tmp_path_factory):
     base = tmp_path_factory.mktemp("base") / "drafter"
     shutil.copytree(drafters["few tokens"][0], base)

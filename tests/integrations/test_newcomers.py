@@ -187,6 +187,22 @@ def test_two_trainers_versions_of_one_number_are_told_apart_also_if_that_is_name
     fleet.close()
 
 
+def test_an_engine_that_got_another_trainers_weights_of_the_same_number_no_longer_counts_as_having_them(pods):
+    one, two, _ = pods
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    fleet.add(client_of(one))
+    bits = drawn(source)
+    fleet.send(3)
+    assert sent_by_another(3, two) != bits
+    fleet.add(client_of(two))
+    assert until(lambda: served(two) == (3, bits)), "one that comes with the number is brought up"
+    other = sent_by_another(3, one)
+    assert served(one) == (3, other)
+    assert until(lambda: served(one) == (3, bits)), fleet.describe()
+    fleet.close()
+
+
 def test_without_an_engine_that_serves_a_version_the_first_one_is_0_and_nobody_is_waited_for(pods):
     one, two, _ = pods
     two.signal(signal.SIGSTOP)

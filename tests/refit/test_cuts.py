@@ -334,6 +334,27 @@ def test_engines_that_cut_otherwise_than_the_trainer_are_found(backend, monkeypa
     assert not any(engine.ready for engine in engines)
 
 
+@WAYS
+def test_one_may_get_more_lines_than_there_are_ends_to_them(backend):
+    """Of 8 trainer's ranks, with engines at TP 1, 2 and 4: one in four lines from each, most of which it passes on."""
+    rows, whole = ROWS // 4, (2 * ROWS, COLUMNS)
+    trainers = [OneShard(rank, rows) for rank in range(8)]
+    engines = [
+        OneBox(Box((0, COLUMNS // tp * rank), (whole[0], COLUMNS // tp)), tp)
+        for tp in (1, 2, 4)
+        for rank in range(tp)
+    ]
+    sides = [*((trainer, None) for trainer in trainers), *((None, engine) for engine in engines)]
+
+    def work(link):
+        link.refit(1, verify=True)
+        return len({name for route in link.describe()["routes"] for name in route["through"]})
+
+    through = members(sides, backend=backend, relays="always")(work)
+    weights = torch.cat([trainer.weight for trainer in trainers])
+    assert all(engine.holds(weights) for engine in engines) and any(through)
+
+
 def test_boxes_are_not_cut_where_buckets_would_get_too_small():
     """More lines share a member's buckets: without cuts there are fewer, and a connection comes about as before."""
     results = refits_of(engines_at_layouts(), "nccl", "always", bucket_bytes=1 << 20)

@@ -11,16 +11,17 @@ from reshard.refit.protocol.encoding import MOST_ADDRESS, exchange_json, is_numb
 from reshard.refit.protocol.requests import MOST_ROUNDS
 
 MOST_BUCKETS = 1 << 20  # of one of the engines' rounds; above all that is of use
+MOST_LINES = 1 << 20  # of one member; of each pair of members there are several
 
 
 def exchange_partner_counts(group: RefitGroup, partners: int, transport: str) -> list[int]:
-    """Tell all members with how many others this one exchanges bytes by a transport, those to which it
-    sends and those from which it gets some; return what each says."""
+    """Tell all members with how many partners this one exchanges bytes by a transport, those to which it sends and
+    those from which it gets some, a member once for each line; return what each says."""
     counts = exchange_json(group, f"partners/{transport}", partners)
     for rank, count in enumerate(counts):
-        if not is_number(count, 0, 4 * len(counts)):
+        if not is_number(count, 0, MOST_LINES):
             raise ReshardError(
-                f"{group.names[rank]} says that it has {count!r:.40} partners among {len(counts)} members"
+                f"{group.names[rank]} says that it has {count!r:.40} partners, which makes no sense"
             )
     return counts
 
