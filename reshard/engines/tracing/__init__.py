@@ -3,8 +3,9 @@
 Read in this order:
 
 1. `trace`: runs a loader with tensors that have shapes but no bytes, and records its copies.
-2. `stand_ins`: tensors without memory in the place of a live model's, for a loader to write to.
-3. `canonical`: the published tensors that it is given.
-4. `deduplicated`: one of many layers that are loaded alike is traced, and stands for the others.
-5. `views`: copies of tensors as files have them, as copies of the parts that a trainer holds.
+2. `rows`: which boxes and rows of published tensors its views are.
+3. `stand_ins`: tensors without memory in the place of a live model's, for a loader to write to.
+4. `canonical`: the published tensors that it is given.
+5. `deduplicated`: one of many layers that are loaded alike is traced, and stands for the others.
+6. `views`: copies of tensors as files have them, as copies of the parts that a trainer holds.
 """

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
+from reshard.engines.tracing.rows import place_of, runs_of_rows
 
 
 class TracedCopy(NamedTuple):
@@ -170,7 +171,7 @@ class _Recorder(TorchDispatchMode):
         if func in ELEMENT_BY_ELEMENT and self._follows(args[0]):
             return self._compute(func, args[0])
         if func is torch.ops.aten._unsafe_view.default and not args[0].is_contiguous():
-            runs = self._runs_of_rows(*args)
+            runs = runs_of_rows(args[0], self.sources.get(storage_id(args[0]), ("", ()))[1], args[1])
             if runs:
                 return self._join(runs)
         if func is torch.ops.aten.as_strided.default and storage_id(args[0]) in self.clones:
@@ -309,37 +310,6 @@ class _Recorder(TorchDispatchMode):
         is_like = len(shape) in (1, 2) and tensor.ndim == len(shape) and tuple(tensor.shape[1:]) == shape[1:]
         return is_like and tensor.is_contiguous() and start % prod(shape[1:]) == 0
 
-    def _runs_of_rows(self, tensor: torch.Tensor, size: list[int]) -> list[torch.Tensor]:
-        """Return the runs of rows, or of elements of a vector, that a tensor of `size` consists of, which the loader
-        has made of rows of a published one in another order; none if they are not whole rows of one.
-
-        `tensor` has the elements in their new order, and strides as they lie in what is published.
-        """
-        shape = self.sources.get(storage_id(tensor), ("", ()))[1]
-        if len(shape) not in (1, 2) or len(size) != len(shape) or tuple(size[1:]) != shape[1:]:
-            return []
-        width, dims = 1, tensor.ndim
-        if len(shape) == 2:
-            width, dims = shape[1], tensor.ndim - 1
-            if tensor.shape[-1] != width or tensor.stride(-1) != 1:
-                return []
-        starts = torch.tensor([tensor.storage_offset()])
-        for dim in range(dims):
-            steps = torch.arange(tensor.shape[dim]) * tensor.stride(dim)
-            starts = (starts[:, None] + steps).flatten()
-        if bool((starts % width).any()):
-            return []
-        rows = starts // width
-        breaks = (torch.nonzero(rows.diff() != 1).flatten() + 1).tolist()
-        runs = []
-        for first, end in zip([0, *breaks], [*breaks, len(rows)], strict=True):
-            start = int(rows[first]) * width
-            if len(shape) == 2:
-                runs.append(tensor.as_strided((end - first, width), (width, 1), start))
-            else:
-                runs.append(tensor.as_strided((end - first,), (1,), start))
-        return runs
-
     def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         tensors = [part for tensor in tensors for part in self.joined.get(storage_id(tensor), [tensor])]
         rows = sum(tensor.shape[0] for tensor in tensors)
@@ -418,26 +388,11 @@ class _Recorder(TorchDispatchMode):
         if storage_id(src) in self.zeroed:
             self._fill(dst, 0)
             return
-        width = shape[-1] if shape else 1
-        view = _view(shape, src, dst)
-        in_rows = len(view.lengths) == 2
-        if view.src_strides != ((width, 1) if in_rows else (1,)) or view.dst_strides[-1] != 1:
-            box_and_strides = _box_of(shape, src, dst)
-            if box_and_strides is None:
-                raise turned(self.engine, name, parameter)
-            self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), 0, name, *box_and_strides))
-            return
-        start = int(src.storage_offset())
-        offsets: tuple[int, ...] = (start,)
-        pitch = 0
-        if in_rows:
-            offsets = (start // width, start % width)
-            if view.lengths[0] > 1:
-                pitch = view.dst_strides[0]
-            if offsets[1] + view.lengths[1] > width:  # from one row into the next
-                raise turned(self.engine, name, parameter)
-        box = Box(offsets, view.lengths)
-        self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), pitch, name, box))
+        place = place_of(shape, src, dst)
+        if place is None:
+            raise turned(self.engine, name, parameter)
+        box, pitch, strides = place
+        self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), pitch, name, box, strides))
 
     def _fill_with(self, dst: torch.Tensor, zeros: torch.Tensor) -> None:
         """Record a copy of zeros that the loader has made itself. Raises ReshardError if it has changed them since, or
@@ -482,65 +437,3 @@ def turned(engine: str, name: str, parameter: str) -> ReshardError:
     return ReshardError(
         f"{engine}'s loader turns or spreads {name} on the way into {parameter}: refit does not support it"
     )
-
-
-def _box_of(
-    shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor
-) -> tuple[Box, tuple[int, ...]] | None:
-    """Return the box of a published tensor of `shape` that `src` is, in any order of its dims, and the
-    strides of the same dims in `dst`; None if it is not a box."""
-    offsets, rest = [], int(src.storage_offset())
-    dims: dict[int, int] = {}
-    for dim, size in enumerate(shape):
-        stride = prod(shape[dim + 1 :])
-        if size != 1:
-            dims[stride] = dim
-        offsets.append(rest // stride)
-        rest %= stride
-    lengths, strides = [1] * len(shape), [0] * len(shape)
-    for length, src_stride, dst_stride in zip(src.shape, src.stride(), dst.stride(), strict=True):
-        if length == 1:
-            continue
-        stored = dims.pop(src_stride, None)
-        if stored is None or offsets[stored] + length > shape[stored]:
-            return None
-        lengths[stored], strides[stored] = length, dst_stride
-    return Box(tuple(offsets), tuple(lengths)), tuple(strides)
-
-
-class _View(NamedTuple):
-    """The elements of a copy, as a run or as rows: lengths, and strides on both sides, in
-    elements."""
-
-    lengths: tuple[int, ...]
-    src_strides: tuple[int, ...]
-    dst_strides: tuple[int, ...]
-
-
-def _view(shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> _View:
-    """Return a copy between views of one shape, `src` of a canonical tensor of `shape`.
-
-    All of a tensor with three dims or more is a run, a part of a matrix is rows, and other parts
-    have the dims that are longer than one.
-    """
-    is_whole = src.numel() == torch.Size(shape).numel() and src.is_contiguous() and dst.is_contiguous()
-    if len(shape) > 2 and is_whole:
-        return _View((src.numel(),), (1,), (1,))
-    long = _long_dims(src, dst)
-    if len(shape) != 2 or len(long.lengths) != 1:
-        return long
-    [length], [src_stride], [dst_stride] = long
-    if src_stride == 1 and (shape[-1] > 1 or length == 1):  # a part of one row
-        return _View((1, length), (shape[-1], 1), (0, dst_stride))
-    return _View((length, 1), (src_stride, 1), (dst_stride, 1))  # a part of one column
-
-
-def _long_dims(src: torch.Tensor, dst: torch.Tensor) -> _View:
-    """Return the dims that are longer than one; the first of all if none is."""
-    dims = [dim for dim, length in enumerate(src.shape) if length != 1]
-    if not dims and src.ndim:
-        dims = [0]
-    if not dims:
-        return _View((1,), (1,), (1,))
-    lengths = tuple(src.shape[dim] for dim in dims)
-    return _View(lengths, tuple(src.stride(dim) for dim in dims), tuple(dst.stride(dim) for dim in dims))
