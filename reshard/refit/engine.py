@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.refit.served import ServedWeights
 
 
@@ -117,6 +117,19 @@ class Engine(ServedWeights):
     def update_derived(self) -> None:
         """Update the tensors that the engine derives from its weights; called after the last
         byte."""
+
+    def not_kept(self) -> list[str]:
+        """Return the names of tensors that are made of something else than what lies in the regions, since no refit has
+        brought what they are made of, or others have written them since."""
+        return []
+
+    def check_kept(self) -> None:
+        """Raise ReshardError if the regions do not say what is served."""
+        if others := self.not_kept():
+            raise ReshardError(
+                f"this {self.guard.engine}'s {listed(others, 1)} is made of something else than a refit has brought, "
+                f"and what is published of it is not kept: its digest is not known before a refit"
+            )
 
     def drop_caches(self) -> None:
         """Forget what was computed from the weights before, as far as the engine's own caller does not; called after

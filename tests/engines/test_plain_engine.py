@@ -194,6 +194,15 @@ def view_bits(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
     matrix.copy_(tensor.view(torch.int32))
 
 
+def copy_viewed_bits(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    matrix.copy_(tensor.view(torch.int32).clone())
+
+
+def join_viewed_bits(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
+    bits = tensor.view(torch.int32)
+    matrix.copy_(torch.cat([bits, bits])[: len(tensor)])
+
+
 def view_joined_bits(_: Loaded, matrix: torch.Tensor, tensor: torch.Tensor) -> None:
     matrix.copy_(torch.cat([tensor, tensor]).view(torch.int32)[: len(tensor)])
 
@@ -236,6 +245,8 @@ REFUSED = [
     (swap_data, (8, 6), (8, 6), "puts another tensor in the place of matrix"),
     (swap_parameter, (8, 6), (8, 6), "puts another tensor in the place of matrix"),
     (view_bits, (8, 6), (8, 6), "takes the bits of rows for those of other numbers"),
+    (copy_viewed_bits, (8, 6), (8, 6), "writes aten.clone.default of rows into matrix"),
+    (join_viewed_bits, (8, 6), (8, 6), "writes something else than a published tensor into matrix"),
     (view_joined_bits, (8, 6), (8, 6), "takes the bits of joined matrices for those of other numbers"),
     (negate, (8, 6), (8, 6), "takes the bits of rows for those of other numbers"),
     (double_joined, (8, 6), (8, 6), "computes with rows by aten.mul_"),

@@ -113,3 +113,13 @@ def test_a_theta_beside_those_of_each_kind_of_layer_makes_no_other_model():
     assert list(different_fields(any_model(trained), any_model(served))) == [
         "rope_parameters.full_attention.rope_theta"
     ]
+
+
+def test_decays_that_no_refit_has_brought_have_no_digest(tmp_path):
+    """Their logarithms, which are published, are not kept where vLLM itself makes decays of them."""
+    [checkpoint, _] = made(tmp_path, "FalconMambaForCausalLM")
+    places = {"trainer": 2, "engine": 2, "together": True, "folder": str(tmp_path), "port": free_port()}
+    for said in run_on_ranks(2, "digests", places, checkpoint, module="refit_decays_on_cpu"):
+        assert said["decays"] and said["refitted"] == ["no error", "no error"]
+        for sentence in said["loaded"] + said["written by others"]:
+            assert "is made of something else than a refit has brought" in sentence, said

@@ -164,14 +164,15 @@ class _Recorder(TorchDispatchMode):
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             self._fill(args[0], args[1] if len(args) > 1 else 0)
             return args[0]
-        if func is torch.ops.aten.clone.default and storage_id(args[0]) in self.sources:
+        if func is torch.ops.aten.clone.default and self._is_published(args[0]):
             return self._clone(args[0], args[0].dtype)
         if func is torch.ops.aten._to_copy.default and self._widens(args[0], **(kwargs or {})):
             return self._clone(args[0], (kwargs or {})["dtype"])
         if func in ELEMENT_BY_ELEMENT and self._follows(args[0]):
             return self._compute(func, args[0])
         if func is torch.ops.aten._unsafe_view.default and not args[0].is_contiguous():
-            runs = runs_of_rows(args[0], self.sources.get(storage_id(args[0]), ("", ()))[1], args[1])
+            shape = self.sources[storage_id(args[0])][1] if self._is_published(args[0]) else ()
+            runs = runs_of_rows(args[0], shape, args[1])
             if runs:
                 return self._join(runs)
         if func is torch.ops.aten.as_strided.default and storage_id(args[0]) in self.clones:
@@ -246,7 +247,7 @@ class _Recorder(TorchDispatchMode):
         """Tell whether a parameter's own loader computes something of this tensor, a published one in fp32: in another
         dtype it would round otherwise than of what a refit has written."""
         storage = storage_id(tensor)
-        is_published = storage in self.sources and storage not in self.zeroed
+        is_published = self._is_published(tensor) and storage not in self.zeroed
         return _in_own_loader.get() and is_published and tensor.dtype is torch.float32
 
     def _compute(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -257,7 +258,12 @@ class _Recorder(TorchDispatchMode):
 
     def _widens(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> bool:
         """Tell whether a published tensor is put into a dtype that has each of its values."""
-        return storage_id(tensor) in self.sources and dtype in WIDER.get(tensor.dtype, ())
+        return self._is_published(tensor) and dtype in WIDER.get(tensor.dtype, ())
+
+    def _is_published(self, tensor: torch.Tensor) -> bool:
+        """Tell whether these are elements of a published tensor, and not their bits as other numbers."""
+        same = tensor.dtype == self.dtypes.get(storage_id(tensor)) and not tensor.is_neg()
+        return same and storage_id(tensor) in self.sources
 
     def _clone(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor with the same elements of a published one. They lie as they do there, since that
@@ -278,7 +284,7 @@ class _Recorder(TorchDispatchMode):
     def _taken(self, tensor: torch.Tensor, indexes: list[torch.Tensor | None]) -> torch.Tensor | None:
         """Return what a loader takes of a published tensor by indexes along its first dim, as which experts are this
         rank's; None if the indexes are not known, or not as far apart each."""
-        if len(indexes) != 1 or indexes[0] is None or storage_id(tensor) not in self.sources:
+        if len(indexes) != 1 or indexes[0] is None or not self._is_published(tensor):
             return None
         known = self.known.get(storage_id(indexes[0]))
         if (
@@ -306,7 +312,7 @@ class _Recorder(TorchDispatchMode):
         if parts is not None:
             rows = sum(part.shape[0] for part in parts)
             return tensor.is_contiguous() and tuple(tensor.shape) == (rows, *parts[0].shape[1:])
-        shape = self.sources.get(storage_id(tensor), ("", ()))[1]
+        shape = self.sources[storage_id(tensor)][1] if self._is_published(tensor) else ()
         is_like = len(shape) in (1, 2) and tensor.ndim == len(shape) and tuple(tensor.shape[1:]) == shape[1:]
         return is_like and tensor.is_contiguous() and start % prod(shape[1:]) == 0
 

@@ -539,6 +539,10 @@ class VllmModel(LiveEngine):
         now."""
         return self.derived.stale(self.tp)
 
+    def not_kept(self) -> list[str]:
+        """Return the names of decays that vLLM has made of other logarithms than a refit has brought."""
+        return self.derived.stale_decays(self.tp)
+
     def not_as_published(self) -> list[str]:
         """Return the names of local tensors that do not hold what was published. What decays are made of is
         not kept up."""

@@ -139,8 +139,9 @@ class EngineDeltas:
 
     def digests(self) -> list[list[Any]]:
         """Return for each box that this rank holds its tensor's name, its rows and columns, and what it adds to
-        the digest of all weights."""
+        the digest of all weights. Raises ReshardError where some of these are not kept."""
         assert self.chain is not None
+        self.engine.check_kept()
         live, seeds = [], []
         for name, boxes in self.boxes.items():
             info = self.chain.base.tensors[name]

@@ -68,6 +68,7 @@ class RefitDigest:
         engine = self.receiver.engine
         addresses = engine.written_addresses()
         try:
+            engine.check_kept()
             served = self._served
             if served is None or served.addresses != addresses or served.placement is not engine.placement:
                 from reshard.refit.reporting.records import ServedRecords

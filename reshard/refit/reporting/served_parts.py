@@ -65,7 +65,8 @@ def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
 def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
     """Return what a rank serves of its model, where its regions are now; with a `target` in that dtype.
 
-    Raises ReshardError if it serves codes whose checkpoint is not known.
+    Raises ReshardError if it serves codes whose checkpoint is not known, or what is made of tensors that it has not
+    kept.
     """
     if engine.staged_rounds:
         names = [str(each[0] if isinstance(each, tuple) else each) for each in engine.staged_rounds]
@@ -73,6 +74,7 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
             f"this {engine.guard.engine} quantizes or rearranges {listed(names, 2)} into a form of its own, which no "
             "checkpoint has: its digest is not known; compare what it serves with a refit's verify=True"
         )
+    engine.check_kept()
     model = any_model(engine.hf_config, f"{engine.guard.engine}'s config")
     mapping = expand(model)
     tower = tower_of(model, engine.hf_config) if engine.hf_config.get(TAKES_TOWER) else None

@@ -52,7 +52,11 @@ class DerivedWeights:
             for key in stale_matrices(attention)
         ]
         sinks = [f"{name}.sinks" for name, widened in self.sinks.items() if are_stale(widened)]
-        return matrices + sinks + [name for name, decay in self.decays.items() if stale_decay(decay, tp)]
+        return matrices + sinks + self.stale_decays(tp)
+
+    def stale_decays(self, tp: int) -> list[str]:
+        """Return the names of decays that are not what vLLM's loader makes of their logarithms."""
+        return [name for name, decay in self.decays.items() if stale_decay(decay, tp)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are no parameters, and the logarithms of decays, by name."""
