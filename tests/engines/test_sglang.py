@@ -345,7 +345,7 @@ def test_a_refit_under_a_request_is_refused_and_the_request_goes_on(served):
 
 
 def test_a_sleeping_sglang_is_refused_and_a_woken_one_refitted(served):
-    [_, asleep, _], engine = served
+    [_, asleep, *_], engine = served
     assert "this SGLang sleeps, and its weights have no memory" in engine["asleep"] and "sleeps" in asleep
     assert engine["woken"].startswith("this SGLang holds no weights since it released their memory")
     assert engine["mended"] == engine["served"][1]

@@ -123,6 +123,10 @@ class VllmClient:
 class Scheduler(ChainMethods, Worker):
     """One of SGLang's schedulers."""
 
+    def reshard_state(self) -> str:
+        """Return nothing: no trainer asks here what is served."""
+        return ""
+
 
 class Server(SglangClient):
     """The way to an SGLang, whose schedulers make one call after the other."""

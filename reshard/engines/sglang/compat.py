@@ -204,6 +204,12 @@ def packs_scales(module: torch.nn.Module) -> bool:
     return any(getattr(parameter, "format_ue8m0", False) for parameter in module.parameters(recurse=False))
 
 
+def is_made_later(value: Any) -> bool:
+    """Tell whether a value is one that SGLang makes of a model's tensors when it first needs it, and has not yet: the
+    experts that it moves by their load."""
+    return type(value).__name__ == "LazyValue" and getattr(value, "_creator", None) is not None
+
+
 def is_cache(module: torch.nn.Module) -> bool:
     """Tell whether a module's method is that of a quantized cache of keys and values."""
     return type(module.quant_method).__name__.endswith("KVCacheMethod")

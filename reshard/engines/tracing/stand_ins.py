@@ -19,6 +19,11 @@ def no_tensors(module: torch.nn.Module) -> Tensors:
     return {}
 
 
+def nothing(value: Any) -> bool:
+    """Return False, for an engine whose loader makes nothing that is needed beside weights."""
+    return False
+
+
 def unbound(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
     """Return the tensor as it is, for an engine whose loaders belong to no module."""
     return tensor
@@ -55,6 +60,7 @@ def stand_ins(
     plain_of: Callable[[torch.nn.Module], Tensors] = no_tensors,
     bind: Callable[[torch.Tensor, torch.nn.Module], torch.Tensor] = unbound,
     read: Collection[str] = (),
+    keeps: Callable[[Any], bool] = nothing,
 ) -> Iterator[dict[int, str]]:
     """Replace a model's tensors by stand-ins on the meta device; yields the stand-ins' names by
     `storage_id`.
@@ -63,7 +69,8 @@ def stand_ins(
     differ from those that it has; `plain_of` the tensors that its loader writes into instead of
     those whose names begin alike; `bind` gives a stand-in the loader of its module. Buffers with the
     names `read`, whose numbers a loader looks up to know what to take, stay as they are. The model gets
-    its tensors, modules and attributes back at the end, also after an error.
+    its tensors, modules and attributes back at the end, also after an error. What the loader has given it
+    besides it `keeps` if that says so of the value.
 
     Raises ReshardError at the end for a stand-in in whose place a loader has put another tensor, and for
     tensors that it has made of weights and keeps beside them: a refit would bring neither.
@@ -118,8 +125,9 @@ def stand_ins(
         _check_nothing_made(attributes, names)
     finally:
         for _, module, (own, modules) in attributes:
+            made = {key: value for key, value in vars(module).items() if key not in own and keeps(value)}
             vars(module).clear()
-            vars(module).update(own)
+            vars(module).update(own | made)
             module._modules.clear()
             module._modules.update(modules)
         for _, module, parameters, buffers in saved:

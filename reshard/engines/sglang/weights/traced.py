@@ -22,7 +22,7 @@ def trace_model(model: torch.nn.Module, canonical: Canonical, dtype: torch.dtype
     """
     with_one = {name for name, _ in model.named_buffers() if name.endswith(f".{compat.OF_NORM}")}
     with_one |= {name for name, _ in model.named_parameters() if name.endswith(f".{compat.OF_NORM}")}
-    plain = stand_ins(model, partial(plain_matrices, dtype=dtype))
+    plain = stand_ins(model, partial(plain_matrices, dtype=dtype), keeps=compat.is_made_later)
     with compat.without_processing(model), plain as parameters:
         load: Any = model.load_weights
         return trace_load(SGLANG.engine, load, canonical, parameters, with_one)
