@@ -134,12 +134,10 @@ class DeltaWriter:
         by its name, and by the directory of its weights where these are on this host; that of the `drafter` by its
         name."""
         self.kept = [Kept(slab, bits) for slab, bits in self._numbers()]
-        parts = team.together(
-            lambda: [sum(map(self._digest_of, self.kept)), sum(map(self._digest_of, self._kept_of_drafter()))]
-        )
+        parts = team.together(self._totals)
         self.digest = text_of(total_of([start_total(self.tensors), *(whole for whole, _ in parts)]))
         if self.drafter is not None:
-            starts = start_total({name: info for name, info in self.tensors.items() if _is_drafters(name)})
+            starts = start_total(self._tensors_of_drafter())
             self.digest_of_drafter = text_of(total_of([starts, *(part for _, part in parts)]))
 
         exists = run_on_first(team, lambda: self.chain.exists)
@@ -158,8 +156,16 @@ class DeltaWriter:
 
         run_on_first(team, begin)
 
-    def _kept_of_drafter(self) -> list[Kept]:
-        return [kept for kept in self.kept if _is_drafters(kept.slab.live_box.name)]
+    def _totals(self) -> list[int]:
+        """Return what this rank adds to the digest of all, and to that of the drafter."""
+        numbers = [(_is_drafters(kept.slab.live_box.name), self._digest_of(kept)) for kept in self.kept]
+        return [
+            sum(number for _, number in numbers),
+            sum(number for is_drafters, number in numbers if is_drafters),
+        ]
+
+    def _tensors_of_drafter(self) -> dict[str, TensorInfo]:
+        return {name: info for name, info in self.tensors.items() if _is_drafters(name)}
 
     def _check_drafter(self, exists: bool, base: str | None) -> dict[str, Any] | None:
         """Return what a new chain says of the drafter that it begins with, whose checkpoint is the `base`. Raises
@@ -180,10 +186,7 @@ class DeltaWriter:
             )
         if os.path.isdir(base):
             with closing(StoredDrafter(Path(base))) as stored, stored.unchanged():
-                digest = stored.digest(
-                    {name: info for name, info in self.tensors.items() if _is_drafters(name)},
-                    "the trainer's drafter",
-                )
+                digest = stored.digest(self._tensors_of_drafter(), "the trainer's drafter")
             if digest != self.digest_of_drafter:
                 raise ReshardError(
                     f"the trainer's drafter holds other weights than {base} (digest {self.digest_of_drafter}, not "

@@ -255,8 +255,8 @@ class Stalling(HttpClient):
         self.calls.append(f"updated, {'paused' if self.is_paused else 'not paused'}")
 
 
-def test_one_that_stalled_while_it_was_to_be_brought_up_stays_paused_until_the_send_that_came_has_ended(pods):
-    one, two, _ = pods
+def with_one_that_stalls(one: Pod, two: Pod) -> tuple[OneShard, Fleet, Stalling]:
+    """A trainer's fleet that has sent its first version, by which one engine is to bring up another, which stalls."""
     source = OneShard(0, ROWS)
     fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
     fleet.add(client_of(one))
@@ -265,6 +265,12 @@ def test_one_that_stalled_while_it_was_to_be_brought_up_stays_paused_until_the_s
     client = Stalling(two)
     fleet.add(client)
     assert client.stalls.wait(PATIENCE)
+    return source, fleet, client
+
+
+def test_one_that_stalled_while_it_was_to_be_brought_up_stays_paused_until_the_send_that_came_has_ended(pods):
+    one, two, _ = pods
+    source, fleet, client = with_one_that_stalls(one, two)
     new = drawn(source)
     report = fleet.send(1, pausing=True)
     assert {*report.reports} == {"one", "two"}, report
@@ -277,14 +283,7 @@ def test_one_that_stalled_while_it_was_to_be_brought_up_stays_paused_until_the_s
 
 def test_one_that_stalled_until_the_send_that_came_had_ended_goes_on_and_is_behind_or_brought_up(pods):
     one, two, _ = pods
-    source = OneShard(0, ROWS)
-    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
-    fleet.add(client_of(one))
-    drawn(source)
-    fleet.send(0, pausing=True)
-    client = Stalling(two)
-    fleet.add(client)
-    assert client.stalls.wait(PATIENCE)
+    source, fleet, client = with_one_that_stalls(one, two)
     two.signal(signal.SIGSTOP)
     new = drawn(source)
     report = fleet.send(1, pausing=True)

@@ -1,14 +1,13 @@
 """Models whose matrices an engine serves transposed are refitted: GPT-2, Llama 4 and gpt-oss from transformers. Bit for
 bit what vLLM's own loader makes of the saved model."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests import install_sglang_cpu
+from tests.refit.test_without_table import sides
 from tests.starting import warm
-from tests.starting.ranks import free_port, run_on_ranks
+from tests.starting.ranks import run_on_ranks
 from tests.tools.checkpoints import make as make_published
 from tests.tools.model_classes import make
 
@@ -50,11 +49,6 @@ def checkpoints(tmp_path_factory):
         return made[name]
 
     return get
-
-
-def sides(folder: Path, trainers: int, engines: int, together: bool) -> dict:
-    port = free_port()
-    return {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": port}
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
