@@ -111,6 +111,14 @@ class DeepseekV3(Family):
         ("moe_layer_freq", (1,), "DeepSeek-V3 has experts in every layer after the first dense ones"),
     )
 
+    def name_in_memory(self, published: str) -> str:
+        """Give the language model of Kimi-K2.5 the names that it has in transformers' class, which has its output layer
+        beside it."""
+        inner = "language_model.model."
+        if published.startswith(inner):
+            return "model.language_model." + published.removeprefix(inner)
+        return published.removeprefix("language_model.")
+
     def as_published(self, config: dict[str, Any]) -> dict[str, Any]:
         """Leave out, too, the hidden size of Kimi-K2.5's language model where vLLM's config has it in the place of the
         tower's, which vLLM's projector takes."""

@@ -31,6 +31,10 @@ class UntouchedError(ReshardError):
     """A refusal by an engine that serves on, as before."""
 
 
+class UnmappedConfigError(ReshardError):
+    """A model's config has a setting that Megatron cannot hold, or that no mapping table knows."""
+
+
 class OptionError(ReshardError):
     """An option has a value that it cannot have with any checkpoint, or contradicts another option: a mistake in the
     call alone. The command line exits with status 2."""
@@ -67,6 +71,12 @@ def first_line(error: BaseException) -> str:
     """Return the first line of another library's message, cut to 300 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= 300 else lines[0][:300] + " ..."
+
+
+def one_line(error: BaseException) -> str:
+    """Return all of another library's message in one line, cut to 300 characters."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= 300 else line[:300] + " ..."
 
 
 def listed(names, limit: int = 10) -> str:

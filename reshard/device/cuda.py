@@ -148,6 +148,13 @@ def copy_rows(copies: np.ndarray, device: torch.device) -> None:
             checked(answer, "the copies from host memory cannot be enqueued")
 
 
+def device_of_process() -> torch.device:
+    """Return the device that a process computes on that has no tensor to show it: the current GPU where it uses one."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def make_current(device: torch.device) -> None:
     """Make the device's context the current one of this thread, which the driver's calls mean."""
     with torch.cuda.device(device):

@@ -117,6 +117,11 @@ def digest_of_answers(answers: list[Any], dtype: str | None, where: str) -> Dige
     digest = Digest.of(where, dict(sorted(tensors.items())), numbers, dtype)
     if drafters := sorted({answer.get("drafter") or "" for answer in answers} - {""}):
         digest.notices.append(f"the drafter, which does not count here: {'+'.join(drafters)}")
+    if of_tower := max(answer.get("tower", 0) for answer in answers):
+        digest.notices.append(
+            f"the tower beside the language model, {of_tower:,} tensors as they were loaded, does not count here, and "
+            "counts in the digest of a directory: a refit from a trainer that has it brings it"
+        )
     coded = sum(info.dtype.name.startswith("float8") for info in tensors.values())
     if coded:
         digest.notices.append(

@@ -46,7 +46,7 @@ def megatron_args(model: Model) -> dict[str, Any]:
     """Return Megatron-LM's arguments for a model, without parallel sizes."""
     family = model.family
     if not family.has_megatron_names:
-        raise no_table(family.architecture)
+        raise no_table(family)
     args = dict(family.megatron)
     for row in family.config_rows:
         arg, value = row.argument, model.config[row.field]

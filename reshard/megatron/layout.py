@@ -150,7 +150,7 @@ class MegatronLayout:
     def check(self, model: Model) -> None:
         """Raise ReshardError if a size does not divide the model, naming all sizes that would."""
         if not model.family.has_megatron_names:
-            raise no_table(model.family.architecture)
+            raise no_table(model.family)
         if self.gtp_sizes != WITHOUT_GTP and {"NK", "NM"} & model.symbols.keys():
             raise ReshardError(
                 f"--gtp {self.gtp} --egtp {self.egtp}: a {model.family.name} model has layers of linear attention or "

@@ -9,7 +9,7 @@ from reshard.core.boxes import Box, whole
 from reshard.core.placement import Part
 from reshard.core.views import tensor_shapes
 from reshard.megatron import hybrid
-from reshard.models.family import no_table
+from reshard.models.family import Family, no_table
 from reshard.models.model import Block, Model
 from reshard.models.tables import HEADS, Row
 
@@ -98,7 +98,7 @@ def expand(
         expansion.block(block)
     parameters: Sequence[Parameter] = expansion.parameters
     if not model.family.has_megatron_names:
-        parameters = _NotKnown(model.family.architecture)
+        parameters = _NotKnown(model.family)
     copies = {name: expansion.primary[megatron] for name, megatron in expansion.copies.items()}
     return ModelParameters(
         expansion.shapes,
@@ -118,8 +118,8 @@ def expand(
 class _NotKnown(Sequence[Parameter]):
     """The parameters in Megatron of a model without a mapping table. Whoever looks at them raises ReshardError."""
 
-    def __init__(self, architecture: str) -> None:
-        self.error = no_table(architecture)
+    def __init__(self, family: Family) -> None:
+        self.error = no_table(family)
 
     def __iter__(self) -> Iterator[Parameter]:
         raise self.error

@@ -104,6 +104,8 @@ class Equality:
     def sentence(self, config: dict[str, Any]) -> str:
         """Return what is wrong with a config; empty if nothing is."""
         _, *terms = self.fields
-        if self.field not in config or config[self.field] == sum(config.get(term) or 0 for term in terms):
+        total = sum(config.get(term) or 0 for term in terms)
+        if self.field not in config or config[self.field] == total:
             return ""
-        return f"{self.field} != {self.total} cannot be held by Megatron: {self.reason}"
+        value = config[self.field]
+        return f"{self.field} is {value!s:.80} and {self.total} is {total}, which have to be equal: {self.reason}"

@@ -164,6 +164,8 @@ class Family:
     packed_codes: tuple[tuple[str, str], ...] = ()
     experts_apart = True
     has_megatron_names = True  # False for one that is no table, and knows of Megatron nothing
+    # Of such a one, why the table that covers its architecture does not take its config.
+    refused_by_table = ""
     wrapped_in = ("", "")
     wrapped_class = ""
     wrapped_names = ("model.", "model.language_model.")
@@ -441,11 +443,12 @@ def _is_architecture(family: Family, names: list[str]) -> bool:
     return any(name.lower() in known for name in names)  # LLaMAForCausalLM, in the first conversions
 
 
-def no_table(architecture: str) -> ReshardError:
+def no_table(family: Family) -> ReshardError:
     """Return the error where a model without a mapping table would have to be Megatron's."""
     return ReshardError(
-        f"no mapping table covers {architecture}, so where its weights lie in a Megatron model is not known: train it "
-        f"with FSDP2, or add a table ('Add a family' in CONTRIBUTING.md says how)"
+        family.refused_by_table
+        or f"no mapping table covers {family.architecture}, so where its weights lie in a Megatron model is not known: "
+        f"train it with FSDP2, or add a table ('Add a family' in CONTRIBUTING.md says how)"
     )
 
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, UnmappedConfigError, listed
 from reshard.core.views import tensor_of
-from reshard.models.config_fields import unmapped_configs_allowed
+from reshard.models.config_fields import ignore_hint, unmapped_configs_allowed
 from reshard.models.config_reading import read_config
 from reshard.models.family import Family
 from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
 from reshard.models.tables import ALWAYS, Row, shape_of, size_of
-from reshard.models.towers import lacking_of_tower
+from reshard.models.towers import TAKES_TOWER, lacking_of_tower
 
 
 class Block(NamedTuple):
@@ -79,12 +79,12 @@ class Model:
     @contextmanager
     def objecting(self) -> Iterator[None]:
         """Record a ReshardError raised inside as an objection, where `allow_unmapped_configs` says
-        so; else let it pass."""
+        so; else raise it as an UnmappedConfigError."""
         try:
             yield
         except ReshardError as error:
             if not unmapped_configs_allowed():
-                raise
+                raise UnmappedConfigError(str(error)) from error
             self.objections.append(f"cannot be mapped: {error}")
 
     def known_names(self) -> set[str]:
@@ -276,7 +276,10 @@ class Model:
             tensor_of(family.name_in_memory(in_memory)): tensor_of(published)
             for block in self.blocks()
             for row in block.rows
-            if row.hf in renamed or any(family.in_memory_prefix) or not family.has_megatron_names
+            if row.hf in renamed
+            or any(family.in_memory_prefix)
+            or self.wrapped
+            or not family.has_megatron_names
             for (_, in_memory), (_, published) in zip(
                 replace(row, hf=renamed.get(row.hf, row.hf)).names(block.published, range(self.num_experts)),
                 row.names(block.published, range(self.num_experts)),
@@ -345,7 +348,12 @@ def has_experts(kind: str) -> bool:
 def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
     """Return the fields by which two configs make two models of the same weights, with both values;
     rotary settings as ``rope_parameters``."""
-    same_class = a.family.has_megatron_names or a.family.architecture == b.family.architecture
+    same_class = a.family.architecture == b.family.architecture
+    of_class = [model.family for model in (a, b) if not model.family.has_megatron_names]
+    # A table takes the config of the other one.
+    if len(of_class) == 1 and same_class and of_class[0].refused_by_table:
+        return _differing_from_class(a, b)
+    same_class |= not of_class
     if (
         (a.family.name, a.family.has_megatron_names) != (b.family.name, b.family.has_megatron_names)
     ) or not same_class:
@@ -368,6 +376,39 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
     if not same_value(a.family.rope_args(a.config, a.where), b.family.rope_args(b.config, b.where)):
         different["rope_parameters"] = (a.rope(), b.rope())
     return different
+
+
+def _differing_from_class(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
+    """Return the fields by which two configs, one of which a table has read, make two models of one class, as that
+    class reads them. Those that only the table has filled in are left out, where others differ."""
+    model, other = (a, b) if a.family.has_megatron_names else (b, a)
+    config = model.config.get(TAKES_TOWER, model.config)
+    # Of a larger model this is the language model's alone.
+    if model.wrapped and TAKES_TOWER not in model.config:
+        config = other.config | {"text_config": model.config}
+    pair = (config, other.config) if model is a else (other.config, config)
+    different = other.family.different_fields(*pair)
+    of_class = int(other is b)
+    return {name: values for name, values in different.items() if values[of_class] is not None} or different
+
+
+def why_named_otherwise(a: Model, b: Model) -> str:
+    """Return why two models have the tensors of one checkpoint under other names: the config of one was read by a
+    table, and that of the other, which the table refuses, by transformers' class. Empty where both were read alike."""
+    of_class = [m for m in (a, b) if not m.family.has_megatron_names and m.family.refused_by_table]
+    of_table = [m for m in (a, b) if m.family.has_megatron_names]
+    if not (of_class and of_table):
+        return ""
+    [model], [other] = of_class, of_table
+    if other.ignored:
+        return (
+            f"{other.where} is read without its {listed(other.ignored)}, and {model.where} is not, so that their "
+            f"tensors have other names: ignore the same on both sides, by {ignore_hint(other.ignored)}"
+        )
+    return (
+        f"{other.where} is read by a mapping table, and {model.where} by transformers' class, so that their tensors "
+        f"have other names: {model.family.refused_by_table}"
+    )
 
 
 def _check_meaning(model: Model, unmapped_fields: str) -> None:

@@ -15,7 +15,7 @@ A trainer that has transformers' own module has the published names, each tensor
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -60,6 +60,11 @@ class Tower:
     `heads` is the letter of the number of attention heads. `megatron` has the fields of ``vision_config`` by those of
     the config of Megatron's layers, `always` what others there are for every tower of this kind. Of other fields of
     ``vision_config``, `absent` says what they are where they are absent, and `as_other` which field they repeat then.
+
+    Where transformers has a class of its own for a model that is published otherwise: `in_class` has, by fields of the
+    published ``vision_config``, where that class's config has them (with dots), `of_class` what the published code
+    computes by fields that only that class has, and `saved_as` what that class's names in files begin with, by what
+    those of the published ones do.
     """
 
     sizes: Mapping[str, tuple[str, int | None]]
@@ -69,6 +74,34 @@ class Tower:
     always: Mapping[str, Any]
     absent: Mapping[str, Any]
     as_other: Mapping[str, str]
+    in_class: Mapping[str, str] = field(default_factory=dict)
+    of_class: Mapping[str, Any] = field(default_factory=dict)
+    saved_as: Mapping[str, str] = field(default_factory=dict)
+
+    def as_published(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a whole config of transformers' own class, with all its fields, in the published ones. Nothing else
+        of its ``vision_config`` is kept: that class does not read it, and computes what its absence means."""
+        values = {name: _at(config, path) for name, path in self.in_class.items()}
+        vision = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        own = vision_of(config)
+        vision |= {name: own[name] for name, value in self.of_class.items() if own.get(name, value) != value}
+        return {**self.without_class_fields(config), "vision_config": vision}
+
+    def without_class_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a whole config without fields that transformers' own class alone reads."""
+        alone = {*self.in_class.values()} - {
+            f"vision_config.{name}" for name in (*self.in_class, *self.as_other)
+        }
+        vision = {n: value for n, value in vision_of(config).items() if f"vision_config.{n}" not in alone}
+        outer = {name: value for name, value in config.items() if name not in alone}
+        return outer | ({"vision_config": vision} if "vision_config" in config else {})
+
+    def published_name(self, saved: str) -> str:
+        """Return the published name of a tensor that transformers' own class saves under this one."""
+        for published, prefix in self.saved_as.items():
+            if saved.startswith(prefix):
+                return published + saved.removeprefix(prefix)
+        return saved
 
     def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a whole ``config.json`` with what the absent fields of its ``vision_config`` stand for."""
@@ -110,6 +143,13 @@ def vision_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a whole ``config.json`` says of the tower."""
     vision = config.get("vision_config")
     return vision if isinstance(vision, Mapping) else {}
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a field of a config, or of one inside it; None if it is not there."""
+    first, _, rest = path.partition(".")
+    value = config.get(first)
+    return _at(value, rest) if rest and isinstance(value, Mapping) else None if rest else value
 
 
 def count_of(block: TowerBlock, config: Mapping[str, Any]) -> int:
@@ -259,6 +299,17 @@ MOONVIT = Tower(
         "intermediate_size": "vt_intermediate_size", "num_attention_heads": "vt_num_attention_heads",
         "num_hidden_layers": "vt_num_hidden_layers",
     },
+    {
+        "vt_hidden_size": "vision_config.hidden_size", "vt_intermediate_size": "vision_config.intermediate_size",
+        "vt_num_attention_heads": "vision_config.num_attention_heads",
+        "vt_num_hidden_layers": "vision_config.num_hidden_layers", "patch_size": "vision_config.patch_size",
+        "merge_kernel_size": "vision_config.merge_kernel_size", "init_pos_emb_height": "vision_config.pos_emb_height",
+        "init_pos_emb_width": "vision_config.pos_emb_width", "init_pos_emb_time": "vision_config.pos_emb_time",
+        "text_hidden_size": "text_config.hidden_size", "mm_hidden_size": "projection_hidden_size",
+        "projector_ln_eps": "projection_layer_norm_eps",
+    },
+    {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
+    {"vision_tower.patch_embed.": "vision_tower.encoder.patch_embed.", "mm_projector.": "model.mm_projector."},
 )  # fmt: skip
 
 # By the name that families have for them.

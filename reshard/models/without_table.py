@@ -7,12 +7,12 @@ each of them goes.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.boxes import whole
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, UnmappedConfigError, listed
 from reshard.core.extras import require
 from reshard.models.class_fields import follows_from_class
 from reshard.models.config_fields import has_no_effect, ignored
@@ -42,15 +42,28 @@ _Rows = dict[str, str]  # the shapes, as expressions, by the names of rows
 
 
 def any_model(config: dict[str, Any], where: str = "config.json") -> Model:
-    """Return the model of a config: by the table that covers it, or without one by transformers' class.
+    """Return the model of a config: by the table that covers it, or by transformers' class where there is none, or
+    where the table refuses the config because of what Megatron cannot hold, since none may be involved.
 
-    Raises ReshardError if a table refuses the config; without one, if the installed transformers has no such class,
-    or computes something as it saves.
+    Raises ReshardError if the installed transformers has no such class, or computes something as it saves; with what
+    the table says before that, where one refuses the config.
     """
+    refused = ""
     if has_table(config):
-        return Model.from_hf(config, where)
-    require("parity", "torch", "transformers")
-    family = ClassFamily(config, where)
+        try:
+            return Model.from_hf(config, where)
+        except UnmappedConfigError as error:
+            refused = str(error)
+    try:
+        require("parity", "torch", "transformers")
+        family = ClassFamily(config, where)
+    except ReshardError as error:
+        if not refused:
+            raise
+        if not architectures(config):  # which says nothing of the class
+            raise UnmappedConfigError(refused) from None
+        raise UnmappedConfigError(f"{refused}; nor can it be read without the table: {error}") from None
+    family.refused_by_table = refused
     return Model(family, config, family.kinds, where=where)
 
 
@@ -67,8 +80,8 @@ def as_saved(model: Model) -> Model:
 
 def tower_of(model: Model, config: dict[str, Any]) -> Model | None:
     """Return the parts of a larger model beside the language model, which a table covers, as a model of their own: by
-    transformers' class of the larger one, or by the tower's table where the installed transformers has no such class;
-    None if it is in no larger one, or neither is there. `config` is that of the larger one.
+    transformers' class of the larger one, or by the tower's table where the installed transformers has no such class,
+    or one with other names; None if it is in no larger one, or neither is there. `config` is that of the larger one.
 
     Raises ReshardError if transformers computes something as it saves, or the config lacks a size of the table.
     """
@@ -78,17 +91,28 @@ def tower_of(model: Model, config: dict[str, Any]) -> Model | None:
     if not model.wrapped or not names:
         return None
     family: ClassFamily
+    table = TOWERS.get(model.family.tower)
     if not has_class(names[0]):
-        if not model.family.tower:
+        if table is None:
             return None
-        family = TableOfTower(TOWERS[model.family.tower], config, model.where)
+        family = TableOfTower(table, config, model.where)
     else:
-        saved = saved_tensors(names[0], config, model.where)
+        is_own = table is not None and bool(table.in_class)
+        saved = saved_tensors(names[0], _with_one_layer(config) if is_own else config, model.where)
         of_tower = {name: tensor for name, tensor in saved.items() if model.is_of_tower(name)}
         if not of_tower:
             return None
-        family = ClassFamily(config, model.where, of_tower)
+        if table is not None and is_own:
+            family = TableOfTower(table, config, model.where, of_tower)
+        else:
+            family = ClassFamily(config, model.where, of_tower)
     return Model(family, config, family.kinds, where=model.where)
+
+
+def _with_one_layer(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a larger model whose language model has one layer: its tower is the same, and of all layers
+    of a large one the trace of what transformers saves takes a minute."""
+    return config | {"text_config": config["text_config"] | {"num_hidden_layers": 1}}
 
 
 def check_tower(config: dict[str, Any], model: Model, where: str) -> None:
@@ -103,6 +127,25 @@ def check_tower(config: dict[str, Any], model: Model, where: str) -> None:
             raise ReshardError(
                 f"{where} has {name} {values[0]}, but the served model's is {values[1]} ({model.where})"
             )
+
+
+def different_beside(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
+    """Return the fields by which the larger models around two language models, which a table covers, compute something
+    else, with both values; none unless both have the configs of those (`reshard.megatron.towers.takes_tower`)."""
+    ours, theirs = a.config.get(TAKES_TOWER), b.config.get(TAKES_TOWER)
+    if not (ours and theirs) or a.family.tower != b.family.tower:
+        return {}
+    different = different_towers(ours, theirs, TOWERS[a.family.tower])
+    sections = _mrope_section(ours), _mrope_section(theirs)
+    if None not in sections and sections[0] != sections[1]:
+        different["mrope_section"] = sections
+    return different
+
+
+def _mrope_section(config: Mapping[str, Any]) -> Any:
+    """Return how a language model's rotary pairs are split among the positions in an image."""
+    text = config.get("text_config") or config
+    return (text.get("rope_parameters") or text.get("rope_scaling") or {}).get("mrope_section")
 
 
 def different_towers(a: Mapping[str, Any], b: Mapping[str, Any], tower: Tower) -> dict[str, tuple[Any, Any]]:
@@ -148,6 +191,46 @@ def _repeats_text(field: str, *configs: Mapping[str, Any]) -> bool:
     return bool(having) and all(
         config[field] == text.get(field) for config, text in zip(having, texts, strict=True)
     )
+
+
+def single_numbers(model: Model) -> frozenset[str]:
+    """Return the tensors of a model that files have without dims, as transformers saves them, and that are vectors of
+    one everywhere else."""
+    saved = _saved_of(model)
+    return frozenset(name for name, tensor in saved.items() if tensor.is_single)
+
+
+def repeated_in_files(model: Model, names: Collection[str]) -> dict[str, str]:
+    """Return which of these names of files' tensors are of what transformers' class has under another name before, and
+    saves under that alone, each with that: a tied output layer, which other programs write out. Empty of a model with a
+    table, which names its copies."""
+    saved = _saved_of(model)
+    left = [name for name in names if name not in saved]
+    if not saved or not left:
+        return {}
+    from reshard.models.saved_tensors import repeated_names
+
+    repeated = repeated_names(model.family.architecture, model.config, model.where)
+    whole_ones = {
+        tensor.parameter: name
+        for name, tensor in saved.items()
+        if tensor.shape == tensor.parts[0].parameter_shape
+    }
+    primaries = {name: whole_ones.get(repeated.get(name, "")) for name in left}
+    return {name: primary for name, primary in primaries.items() if primary is not None}
+
+
+def whole_dtypes(model: Model) -> dict[str, str]:
+    """Return the tensors of a model that hold whole numbers, such as those that batch norms count, with the names of
+    their dtypes. No cast is of them."""
+    saved = _saved_of(model)
+    return {name: tensor.whole_dtype for name, tensor in saved.items() if tensor.whole_dtype}
+
+
+def _saved_of(model: Model) -> "Mapping[str, SavedTensor]":
+    """Return the tensors that transformers saves of a model; none of one with a table, which has weights alone, with
+    dims."""
+    return model.family.saved if isinstance(model.family, ClassFamily) else {}
 
 
 class ClassFamily(Family):
@@ -218,26 +301,54 @@ class ClassFamily(Family):
     def name_in_memory(self, published: str) -> str:
         """Return the parameter that a published tensor is; the same name for a part of one, and for anything else."""
         saved = self.saved.get(published)
-        if saved is None or saved.shape != (saved.parameter_shape or (1,)):
+        if saved is None or saved.shape != (saved.parts[0].parameter_shape or (1,)):
             return published
-        return saved.parameter
+        return saved.parameter or published
 
 
 class TableOfTower(ClassFamily):
-    """The parts beside the language model of one config whose class transformers lacks, by the table of their `tower`:
-    in memory each tensor is as it is published."""
+    """The parts beside the language model of one config, by the table of their `tower`. Where transformers has no class
+    of this name, each tensor is in memory as it is published; of a class of transformers' own, `saved` are those that
+    it saves."""
 
-    def __init__(self, tower: Tower, config: Mapping[str, Any], where: str) -> None:
-        from reshard.models.saved_tensors import SavedTensor
+    def __init__(
+        self,
+        tower: Tower,
+        config: Mapping[str, Any],
+        where: str,
+        saved: "Mapping[str, SavedTensor] | None" = None,
+    ) -> None:
+        from reshard.models.saved_tensors import SavedPart, SavedTensor
 
-        self.tower_table = tower
-        shapes = tower.shapes(config, where)
-        super().__init__(
-            config, where, {name: SavedTensor(s, name, s, whole(s)) for name, s in shapes.items()}
+        self.tower_table, self.is_of_class = tower, saved is not None
+        shapes = tower.shapes(self._published(config), where)
+        if saved is None:
+            by_name = {n: SavedTensor(s, (SavedPart(n, s, whole(s)),)) for n, s in shapes.items()}
+        else:
+            by_name = {tower.published_name(name): tensor for name, tensor in saved.items()}
+            theirs = {name: tensor.shape for name, tensor in by_name.items()}
+            other = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
+            if other:
+                raise ReshardError(
+                    f"{where}: transformers saves a tower that is not the published one: it differs in "
+                    f"{listed(other, 3)}"
+                )
+        super().__init__(config, where, by_name)
+
+    def _published(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self.is_of_class:
+            return config
+        from reshard.models.saved_tensors import full_config
+
+        return self.tower_table.as_published(
+            full_config(architectures(dict(config))[0], config, "the config")
         )
 
     def different_fields(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        return different_towers(a, b, self.tower_table)
+        """Return the fields by which a config of this class and a published one make two towers."""
+        return different_towers(
+            self._published(a), self.tower_table.without_class_fields(b), self.tower_table
+        )
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> dict[str, tuple[Any, Any]]:

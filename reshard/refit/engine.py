@@ -25,8 +25,13 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
-from reshard.core.errors import ReshardError, listed
+import torch
+
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.served import ServedWeights
+
+# How `Engine.tensor_accounts` tells of a tower that no refit has brought.
+TOWER_AS_LOADED = "of another part than the language model, as it was loaded"
 
 
 class Engine(ServedWeights):
@@ -151,6 +156,28 @@ class Engine(ServedWeights):
         ``tensors``, and the name of the ``first``.
         """
         return []
+
+
+@contextmanager
+def making_served(engine: Engine) -> Iterator[None]:
+    """Raise ReshardError for any other error of an engine that makes what it serves of what has arrived: all members
+    hear why, and none takes it for an exchange that broke off."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except Exception as error:
+        raise ReshardError(
+            f"{engine.guard.engine} cannot make what it serves of what has arrived ({type(error).__name__}: "
+            f"{first_line(error)})"
+        ) from error
+
+
+def may_be_of_another(error: ReshardError) -> bool:
+    """Tell whether an error of `making_served` may come of another rank of the engine, with which this one was in a
+    collective: torch says of one that died or stalled no more than that the collective has failed."""
+    cause = error.__cause__
+    return isinstance(cause, RuntimeError) and not isinstance(cause, torch.OutOfMemoryError)
 
 
 @contextmanager

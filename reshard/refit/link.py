@@ -18,6 +18,7 @@ from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.changes.choice import RefitChain
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
+from reshard.refit.engine import making_served, may_be_of_another
 from reshard.refit.pending.refits import Begun, PendingRefits
 from reshard.refit.protocol.memory import exchange_unmapped
 from reshard.refit.protocol.notes import Note, notes
@@ -292,8 +293,9 @@ class Link:
         self._run_rounds((UNSTAGED, *self._rounds()), self.receiver.process_round if self.receiver else None)
         if self.receiver is not None:
             self._wait_for_partners()
-            self.receiver.engine.update_derived()
-            self.receiver.engine.drop_caches()
+            with making_served(self.receiver.engine):
+                self.receiver.engine.update_derived()
+                self.receiver.engine.drop_caches()
 
     def _transfer_rounds_again(self) -> None:
         """Carry out once more the copies of the rounds that engines process, for a verification of
@@ -310,8 +312,9 @@ class Link:
         """
         failure: ReshardError | RuntimeError | None = None
         cut_off = False  # copies have failed
+        of_engine = self.receiver.rounds if self.receiver is not None else set()
         for number in numbers:
-            own = work if self.receiver is not None and number in self.receiver.rounds else None
+            own = work if number in of_engine else None
             try:
                 if not cut_off:
                     self.transports.run(number)
@@ -321,9 +324,10 @@ class Link:
                 failure, cut_off = failure or error, True
                 if not wait_for_device(self.device, SETTLE_SECONDS):
                     raise  # a kernel waits for a partner that is gone, and work would wait for the kernel
-            if own is not None:
+            if own is not None and self.receiver is not None:
                 try:
-                    own(number)
+                    with making_served(self.receiver.engine):
+                        own(number)
                 except ReshardError as error:
                     failure = failure or error
         if failure is not None:
@@ -354,10 +358,22 @@ class Link:
             return
         except RuntimeError as error:
             reason = first_line(error)
+        except ReshardError as error:
+            if len(self.agreed.engines) == 1 or not may_be_of_another(error):
+                raise
+            if silent := self._silent_members():
+                raise ReshardError(f"{error}; {silent} is silent") from error
+            raise
+        raise ReshardError(
+            f"the exchange broke off ({reason}); {self._silent_members() or 'no member'} is silent"
+        )
+
+    def _silent_members(self) -> str:
+        """Return the names of members that do not respond. Raises ReshardError if somebody has said why this failed."""
         self.group.check()
         unresponsive = names_of(self.group, self.group.unresponsive_ranks())
         self.group.check()  # somebody may have said why meanwhile
-        raise ReshardError(f"the exchange broke off ({reason}); {unresponsive or 'no member'} is silent")
+        return unresponsive
 
     def clean_up(self) -> None:
         """After a refit that failed: unmap the trainers' memory, and give everything back, since a link

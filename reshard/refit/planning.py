@@ -12,6 +12,7 @@ from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
+from reshard.models.config_fields import ENVIRONMENT, ignored
 from reshard.refit.codecs import codec_between
 from reshard.refit.codecs.places import SHAPE, places_of
 from reshard.refit.copying.addresses import NO_SLOT, PART_ROUND, Pieces, staged_rounds_of
@@ -96,8 +97,14 @@ def _codecs(engine: Engine, sources: "Sources", where: str) -> dict[tuple[str, A
             codecs[part.name, tensor.id] = codec
     if lacking:
         absent = sorted(set(lacking))
+        fields = sorted(ignored())
+        hint = (
+            f"; where {listed(fields)} was not ignored yet as one side was made, its tensors may have other names: "
+            f"ignore the same in both processes from the start, by {ENVIRONMENT}={','.join(fields)}"
+        )
         raise ReshardError(
             f"the trainer's model lacks {len(absent)} parameters that {where} calls for: {listed(absent)}"
+            + hint * bool(fields)
         )
     if without_codec:
         raise ReshardError(without_codec[0])

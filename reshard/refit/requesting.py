@@ -1,6 +1,7 @@
 """Requests: trainers' ranks tell what they hold, and inference ranks which pieces they want."""
 
 from reshard.comm.group import RefitGroup
+from reshard.models.config_fields import ignore_hint_for
 from reshard.models.without_table import any_model
 from reshard.refit.agreement import Agreement
 from reshard.refit.protocol.encoding import readable
@@ -20,7 +21,8 @@ def exchange_requests(
         receiver.find_moved()
         config = post_config(group, receiver.engine.hf_config)
     where = f"the config of {group.names[agreed.engines[0]]}"
-    with readable(where):
+    # What a table refuses may be refused only by a trainer of Megatron, which says how to ignore it.
+    with readable(where), ignore_hint_for("refit"):
         model = any_model(one_config(group, agreed.engines, config), where)
     if sender is not None:
         sender.publish(model)

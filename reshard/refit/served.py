@@ -8,6 +8,7 @@ import torch
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
+from reshard.device.cuda import device_of_process
 from reshard.device.memory import Region
 from reshard.models.model import Model, different_fields
 from reshard.models.without_table import any_model, check_tower
@@ -52,8 +53,9 @@ class ServedWeights(Holder):
 
     @property
     def device(self) -> torch.device:
-        """The device on which this rank computes."""
-        return next(iter(self.regions.values())).tensor.device
+        """The device on which this rank computes; where it holds no tensor, that of its process, as all members have to
+        compute on one kind."""
+        return next((region.tensor.device for region in self.regions.values()), device_of_process())
 
     @property
     def memory(self) -> list[Region]:
@@ -62,6 +64,10 @@ class ServedWeights(Holder):
     def written_regions(self) -> list[Region]:
         """Return all that a refit writes into: the regions, and those of the scales."""
         return [*self.regions.values(), *(scales.region for scales in self.scales.values())]
+
+    def transposes(self) -> Mapping[Any, Region]:
+        """Return, by id, the regions of local tensors whose transposes are served: each has a row for each column."""
+        return NOTHING
 
     def not_as_published(self) -> list[str]:
         """Return the names of local tensors that do not hold what was published: they are quantized, or only
@@ -99,6 +105,11 @@ class ServedWeights(Holder):
         return [
             self.placement.tensors[identity]._replace(id=index) for index, identity in enumerate(self.regions)
         ]
+
+    def held_still(self) -> "ServedWeights":
+        """Return this rank's weights as a source that another thread may read while the engine serves. Raises
+        ReshardError if the engine may move them unseen."""
+        return self
 
     def check_as_published(self) -> None:
         """Raise ReshardError if what this rank serves was quantized."""

@@ -50,10 +50,14 @@ class FsdpModel(FsdpShards):
 
     def split_adapter(self) -> tuple[Trainer, Trainer]:
         """Return the weights without PEFT's adapter, and the adapter, as two sources."""
+        return self.below_adapter(), FsdpAdapter(self.model)
+
+    def below_adapter(self) -> "FsdpModel":
+        """Return the weights without PEFT's adapter as they are at each refit: merged, where it is then."""
         if self._weights is None:
             self._weights = copy(self)
             self._weights._is_split, self._weights._in_saved_form = True, None
-        return self._weights, FsdpAdapter(self.model)
+        return self._weights
 
     def _is_of_experts(self, held: LocalParameter) -> bool:
         return super()._is_of_experts(held) if self._saved is None else self._saved.is_stack(held.name)
@@ -62,7 +66,7 @@ class FsdpModel(FsdpShards):
         """Compare transformers' config of this rank's model with `model`."""
         config = _config_of(self.model)
         own = any_model(config, "the trainer's config")
-        check_tower(config, model, own.where)
+        check_tower(_of_class(self.model, config), model, own.where)
         for name, (ours, theirs) in different_fields(own, model).items():
             raise ReshardError(
                 f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})"
@@ -101,13 +105,13 @@ class FsdpModel(FsdpShards):
         if unknown:
             raise ReshardError(
                 f"the trainer's model holds {len(unknown)} parameters that {model.family.name} does not "
-                f"have: {listed(unknown)}"
+                f"have: {listed(unknown)}{_beside(model)}"
             )
         return [local._replace(id=index) for index, local in enumerate(tensors) if local is not None]
 
     def _with_tower(self, model: Model, tensors: list[LocalTensor | None]) -> list[LocalTensor | None]:
         """Return the local tensors with those of the parts beside the language model."""
-        tower = tower_of(model, _config_of(self.model))
+        tower = tower_of(model, _of_class(self.model, _config_of(self.model)))
         if tower is None or not isinstance(tower.family, ClassFamily):
             return tensors
         pieces = SavedPieces(tower.family.saved)
@@ -121,8 +125,29 @@ class FsdpModel(FsdpShards):
         return [local or tensor for tensor, local in zip(tensors, of_tower, strict=True)]
 
 
+def _beside(model: Model) -> str:
+    """Return what to do where the engine takes nothing of what is beside its language `model`; empty for others."""
+    if not model.wrapped or model.config.get(TAKES_TOWER):
+        return ""
+    return (
+        "; this engine takes nothing beside its language model, and its log says why: start it so that it serves that "
+        "as its loader copies it, without quantization"
+    )
+
+
 def _config_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the config of a transformers model as it would be published, with the name of its class."""
+    inner, name = _of_transformers(model)
+    config = inner.config.to_dict()
+    named = config | {"architectures": [name] if name else architectures(config)}
+    # One that was made from a config names no class: then a table is told by the type, and also knows its classes.
+    keeps = has_table(config) and (architectures(config) or not has_table(named))
+    return published(config if keeps else named, "the trainer's config")
+
+
+def _of_transformers(model: torch.nn.Module) -> tuple[Any, str]:
+    """Return the first module inside a model that is of a class of transformers, and the name of that; the model itself
+    if none is."""
     import transformers
 
     known = (
@@ -131,26 +156,36 @@ def _config_of(model: torch.nn.Module) -> dict[str, Any]:
         for kind in type(module).__mro__
         if hasattr(kind, "config_class") and getattr(transformers, kind.__name__, None) is kind
     )
-    inner: Any
-    inner, name = next(known, (model, ""))
-    config = inner.config.to_dict()
-    named = config | {"architectures": [name] if name else architectures(config)}
-    return published(config if has_table(config) else named, "the trainer's config")
+    return next(known, (model, ""))
+
+
+def _of_class(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a larger model with the name of its class, where transformers has one of its own."""
+    _, name = _of_transformers(model)
+    is_own = (
+        bool(name) and has_table(config) and name == family_of(config, "the trainer's config").wrapped_class
+    )
+    return config | {"architectures": [name]} if is_own else config
 
 
 def _saved_pieces(model: torch.nn.Module) -> SavedPieces | None:
-    """Return what transformers saves of a model that no mapping table covers, or whose table has experts otherwise than
-    transformers' class; None for another one with a table."""
+    """Return what transformers saves of a model that no mapping table covers, whose table refuses its config, or has
+    experts otherwise than transformers' class; None for another one with a table."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return None
     config, where = _config_of(model), "the trainer's config"
-    if has_table(config) and family_of(config, where).experts_apart:
-        return None
-    family = any_model(config, where).family
-    if not isinstance(family, ClassFamily):
-        family = as_saved(any_model(config, where)).family  # type: ignore[assignment]
-    assert isinstance(family, ClassFamily)
-    return SavedPieces(family.saved)
+    try:
+        served = any_model(config, where)
+    except ReshardError:
+        if has_table(config) and family_of(config, where).experts_apart:
+            return None  # connect says what is wrong
+        raise
+    if not isinstance(served.family, ClassFamily):
+        if served.family.experts_apart:
+            return None
+        served = as_saved(served)
+    assert isinstance(served.family, ClassFamily)
+    return SavedPieces(served.family.saved)
 
 
 def _locals(

@@ -145,6 +145,7 @@ class FsdpAdapter(FsdpShards):
 
     def _place(self, model: Model) -> list[PlacedMatrix]:
         shapes, published_names = expand(model).shapes, model.names_in_memory()
+        joined: frozenset[str] = getattr(model.family, "joined", frozenset())
         alphas = {
             without_peft(name): alpha
             for name, module in self.model.named_modules()
@@ -165,7 +166,7 @@ class FsdpAdapter(FsdpShards):
                 continue
             module, matrix = _matrix_of(held.name)
             weight = published_names.get(f"{module}.weight", f"{module}.weight")
-            shape = shapes.get(weight, ())
+            shape = () if weight in joined else shapes.get(weight, ())
             rank, *size = held.shape if matrix == A else held.shape[::-1]
             if len(shape) != 2 or not matrix or size != [shape[matrix == A]]:
                 unknown.append(held.name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.core.boxes import Box, whole
+from reshard.core.boxes import Box, first_overlap, whole
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, as_matrix
 from reshard.trainers.fsdp_shards import LocalParameter
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 class _Piece(NamedTuple):
-    """A tensor of a checkpoint in a parameter: its name and shape, and the box of the parameter that it is."""
+    """A tensor of a checkpoint in a parameter: its name and shape, and the box of the parameter that it has from index
+    `first` of its first dim on."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
+    first: int
 
 
 class SavedPieces:
@@ -29,13 +31,21 @@ class SavedPieces:
     def __init__(self, saved: "Mapping[str, SavedTensor]") -> None:
         self.pieces: dict[str, list[_Piece]] = defaultdict(list)
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the parameters
-        for name, (shape, parameter, parameter_shape, box) in saved.items():
-            self.pieces[parameter].append(_Piece(name, shape, box))
-            self.shapes[parameter] = parameter_shape
+        self.whole_dtypes: dict[str, str] = {}  # of parameters that hold whole numbers
+        for name, tensor in saved.items():
+            for parameter, parameter_shape, box, first in tensor.parts:
+                self.pieces[parameter].append(_Piece(name, tensor.shape, box, first))
+                self.shapes[parameter] = parameter_shape
+                self.whole_dtypes[parameter] = tensor.whole_dtype
         for parameter, pieces in self.pieces.items():
-            if sum(piece.box.volume for piece in pieces) != prod(self.shapes[parameter]):
+            boxes = [piece.box for piece in pieces]
+            if sum(box.volume for box in boxes) != prod(self.shapes[parameter]):
                 raise ReshardError(
                     f"transformers saves a part of {parameter} alone, and a refit brings all of it"
+                )
+            if len(boxes) > 1 and first_overlap(boxes) is not None:
+                raise ReshardError(
+                    f"transformers saves a part of {parameter} twice, and a refit brings all of it once"
                 )
 
     def is_stack(self, parameter: str) -> bool:
@@ -47,18 +57,26 @@ class SavedPieces:
             for piece in pieces
         )
 
-    def check_shape(self, held: LocalParameter) -> None:
-        """Raise ReshardError if the trainer's parameter has another shape than that of the class and its config."""
+    def check_parameter(self, held: LocalParameter) -> None:
+        """Raise ReshardError if the trainer's parameter has another shape than that of the class and its config, or
+        whole numbers where the class has others, in another dtype or none."""
         expected = self.shapes[held.name]
         if held.shape != expected:
             raise ReshardError(
                 f"the trainer's {held.name} has shape {list(held.shape)}, and {list(expected)} by its config"
             )
+        dtype, whole_dtype = held.tensor.dtype, self.whole_dtypes[held.name]
+        name = str(dtype).removeprefix("torch.")
+        if name != whole_dtype if whole_dtype else not dtype.is_floating_point:
+            raise ReshardError(
+                f"the trainer's {held.name} is {name}, and transformers' class has it in "
+                f"{whole_dtype or 'floating point'}: cast it back"
+            )
 
     def local_tensors(self, held: LocalParameter) -> list[LocalTensor]:
         """Return the local tensors of a parameter, one for each of its regions. Raises ReshardError if it is split in
         the middle of what a refit copies as one row."""
-        self.check_shape(held)
+        self.check_parameter(held)
         pieces = self.pieces[held.name]
         if not held.shape:  # a single number, as a vector of one
             return [LocalTensor(0, (1,), (Part(piece.name, whole((1,)), (0,)),)) for piece in pieces]
@@ -89,6 +107,7 @@ def _local_tensor(held: LocalParameter, pieces: list[_Piece], box: Box) -> Local
         if len(box.lengths) > 2 and any(each.lengths[1:] != box.lengths[1:] for each in (piece.box, common)):
             raise ReshardError(f"the trainer's {held.name} is split along another dim than the first")
         inside, at = common.relative_to(piece.box.offsets), common.relative_to(box.offsets)
+        inside = (piece.first + inside[0], *inside[1:])
         if len(box.lengths) > 2 and not as_saved:
             parts.append(Part(piece.name, Box((inside[0], 0), as_matrix(common.lengths)), (at[0], 0)))
         else:

@@ -22,6 +22,10 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
+# What batch norms count, each rank of its own batches: one rank's are published, as `save_pretrained` writes them.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
 class LocalParameter(NamedTuple):
     """A parameter or buffer: where it stands in the model, and the box of the whole that this rank has."""
 
@@ -31,6 +35,11 @@ class LocalParameter(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     of_experts: bool = False  # of which each is published on its own
+
+    @property
+    def is_of_batches(self) -> bool:
+        """Whether it is a buffer that a batch norm makes of the batches that this rank has seen."""
+        return self.key in STATISTICS and self.key in self.module._buffers
 
     @property
     def matrices(self) -> int:
@@ -66,7 +75,10 @@ class FsdpShards(Trainer):
         named = [held._replace(of_experts=self._is_of_experts(held)) for held in named]
         self.adapter_names = {held.name for held in named if is_of_adapter(held.name)}
         self.published = [held for held in named if self._publishes(held.name)]
-        self.held = [held for held in self.published if all(held.box.lengths)]
+        first = _is_first_rank(model)
+        self.held = [
+            held for held in self.published if all(held.box.lengths) and (first or not held.is_of_batches)
+        ]
         self._names = [held.name for held in self.held for _ in range(held.matrices)]
 
     def _publishes(self, name: str) -> bool:
@@ -93,8 +105,10 @@ class FsdpShards(Trainer):
         regions = []
         for held, tensor in zip(self.held, self._tensors(), strict=True):
             elements = tensor.numel() // held.matrices
-            # Of experts the last dim, else all dims after the first; a single row may be meant as a vector.
-            pitch = 1 if held.shape[:1] == (1,) else math.prod(tensor.shape[2 if held.of_experts else 1 :])
+            # Of experts the last dim, also of a single one, else all dims after the first; a single row may be meant
+            # as a vector.
+            is_row = held.shape[:1] == (1,) and not held.of_experts
+            pitch = 1 if is_row else math.prod(tensor.shape[2 if held.of_experts else 1 :])
             regions += [Region(tensor, index * elements, pitch) for index in range(held.matrices)]
         return regions
 
@@ -149,6 +163,13 @@ class FsdpShards(Trainer):
                     f"the whole model there first"
                 )
         super().check_memory(device)
+
+
+def _is_first_rank(model: torch.nn.Module) -> bool:
+    """Return True on the first of the ranks that a model is sharded over, or of all of them if it is not sharded."""
+    meshes = [p.device_mesh.mesh for p in model.parameters() if isinstance(p, DTensor)]
+    first = min((int(mesh.min()) for mesh in meshes), default=0)
+    return not torch.distributed.is_initialized() or first == torch.distributed.get_rank()
 
 
 def check_is_transformers(model: torch.nn.Module) -> None:

@@ -255,6 +255,10 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
         assert "clip_qkv = 8.0 may make another model of the same weights" in sentence
         assert 'reshard.ignored_config_fields("clip_qkv") around the trainer\'s connect, or ' in sentence
         assert "RESHARD_IGNORE_CONFIG_FIELDS=clip_qkv in the engine's environment" in sentence
+    assert (
+        "vLLM's config has clip_qkv 8.0, but the chain's base has None" in outcome["deltas of another config"]
+    )
+    assert "base.json): start it with that base, " in outcome["deltas of another config"]
     for step in ("first", "second"):
         trainer, engine = outcome[step]
         assert len(engine) == len(trainer) == 8 and trainer == pytest.approx(engine, abs=1e-4)

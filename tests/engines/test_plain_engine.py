@@ -3,6 +3,7 @@ weights that are not whole."""
 
 import ast
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.placing.rules import place_by_trace
 from reshard.engines.tracing.stand_ins import stand_ins
-from reshard.engines.tracing.trace import Trace, own_loader, storage_id, trace_load
+from reshard.engines.tracing.trace import Trace, own_loader, trace_load
 from reshard.engines.tracing.views import StoredViews
+from reshard.models.row_runs import storage_id
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.checkpoints import make
 
@@ -333,6 +335,20 @@ def test_rows_that_a_loader_sorts_and_joins_are_copied_to_where_it_puts_them(sha
     assert not torch.equal(found, rows[24 * half :][:24]), "not sorted"
 
 
+def test_a_weight_whose_value_a_loader_asks_for_is_named():
+    stand_in = torch.empty(3, device="meta")
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            stand_in.fill_(tensor.item())
+
+    published = {"beta": ((1,), torch.bfloat16)}
+    with pytest.raises(
+        ReshardError, match="it's loader computes with the value of beta, which is not a plain"
+    ):
+        trace_load("it", load, published, {storage_id(stand_in): "A"})
+
+
 def test_parts_of_rows_that_a_loader_joins_are_refused():
     stand_in = torch.empty(8, 3, device="meta")
 
@@ -394,6 +410,26 @@ def test_zeros_that_a_loader_changes_are_refused(change):
     load, published, names = load_fused(lambda key: change(torch.zeros(key.size(0))))
     with pytest.raises(ReshardError, match="it's loader (changes zeros|writes something else|writes .* of)"):
         trace_load("it", load, published, names)
+
+
+@pytest.mark.parametrize("heads", [12, 9])
+def test_padding_that_is_not_zero_is_refused_where_there_is_some(heads):
+    stand_in = torch.empty(12, device="meta")
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            stand_in[:heads].copy_(tensor)
+            stand_in[heads:].fill_(-float("inf"))
+
+    with (
+        nullcontext()
+        if heads == 12
+        else pytest.raises(ReshardError, match="fills a part of attn.sinks with -inf")
+    ):
+        trace = trace_load(
+            "it", load, {"sinks": ((heads,), torch.float32)}, {storage_id(stand_in): "attn.sinks"}
+        )
+        assert [copy.name for copy in trace.copies] == ["sinks"] and trace.fills == []
 
 
 def test_zeros_over_what_was_copied_are_refused():

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from reshard import ReshardError, diff, digest, lora_merge, lora_to_megatron, lora_to_peft
-from tests.on_cpu.refit_lora_without_table_on_cpu import adapted
 from tests.starting.ranks import free_port, run_on_ranks
+from tests.tools.adapted import adapted
 from tests.tools.model_classes import make
 
 TP, PP = {"tp": 2}, {"pp": 2}
@@ -123,6 +123,24 @@ def test_a_merge_is_the_exact_sum_in_the_layers_that_peft_adapts(name, settings,
     assert not diff(base, tmp_path / "merged").equal and digest(base).text != digest(tmp_path / "merged").text
 
 
+def test_an_adapter_of_a_base_that_its_table_refuses_is_compared_and_is_not_megatrons(tmp_path):
+    name, adapters = "LlamaForCausalLM", [tmp_path / "first", tmp_path / "second"]
+    base = make(tmp_path / "base", name)
+    for seed, adapter in enumerate(adapters):
+        adapted(str(base), seed).save_pretrained(adapter)
+    ours = [digest(adapter).text for adapter in adapters]
+    assert diff(adapters[0], adapters[0]).equal and not diff(*adapters).equal and ours[0] != ours[1]
+    for format in ("bridge", "mcore-bridge"):
+        with pytest.raises(
+            ReshardError, match="config.json: rope type 'dynamic' has no counterpart in Megatron"
+        ):
+            lora_to_megatron(adapters[0], tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+    make(base, name, rope_parameters={"rope_type": "default", "rope_theta": 1e4})  # which the table takes
+    assert [digest(adapter).text for adapter in adapters] == ours
+    lora_to_megatron(adapters[0], tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
 def test_peft_loads_what_comes_back_from_megatron_into_the_modules_that_it_was_of(name, tmp_path):
     base = make(tmp_path / "base", name)
@@ -150,7 +168,7 @@ def test_what_a_merge_cannot_add_is_refused_and_nothing_is_made(tmp_path):
         lora_merge(narrow, adapter, out)
     with pytest.raises(ReshardError, match="GraniteMoeForCausalLM"):
         lora_merge(base, adapter, out, format="mcore")
-    with pytest.raises(ReshardError, match="GraniteMoeForCausalLM is not supported"):
+    with pytest.raises(ReshardError, match="no mapping table covers GraniteMoeForCausalLM"):
         lora_to_megatron(adapter, out, hf_config=base)
     tensors = load_file(adapter / "adapter_model.safetensors")
     of_nothing = {name.replace("k_proj", "m_proj"): tensor for name, tensor in tensors.items()}
@@ -160,3 +178,17 @@ def test_what_a_merge_cannot_add_is_refused_and_nothing_is_made(tmp_path):
     ):
         lora_merge(base, adapter, out)
     assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 4 and not out.exists()
+
+
+@pytest.mark.parametrize("says", [{"fan_in_fan_out": False}, {}])
+def test_an_adapter_of_a_matrix_that_the_model_has_transposed_is_refused(says, tmp_path):
+    """PEFT adds the transpose to GPT-2's square ones, whatever the adapter's config says."""
+    base, adapter = make(tmp_path / "base", "GPT2LMHeadModel"), tmp_path / "adapter"
+    peft = adapted(str(base), 1, target_modules=r".*attn\.c_proj")
+    peft.save_pretrained(adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config.pop("fan_in_fan_out") is True
+    (adapter / "adapter_config.json").write_text(json.dumps(config | says))
+    with pytest.raises(ReshardError, match="not A or B of a linear layer of gpt2: .*attn.c_proj"):
+        lora_merge(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

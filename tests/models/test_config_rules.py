@@ -26,7 +26,7 @@ from tests.tools.config_defaults import defaults
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4}
 REFUSED = [
-    ("llama", {"attention_bias": True}, "attention_bias != mlp_bias cannot be held"),
+    ("llama", {"attention_bias": True}, "attention_bias is True and mlp_bias is 0, which have to be equal"),
     ("qwen3", {"attention_bias": True}, "attention_bias = True cannot be held"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func = softmax"),
@@ -49,7 +49,8 @@ REFUSED = [
     ("dots1", {"sliding_window": 16, "max_window_layers": 2, "layer_types": None}, "attend to a window"),
     ("dots1", {"norm_topk_prob": None}, "norm_topk_prob = False cannot be held"),
     ("ling", {"use_bias": True}, "use_bias = True cannot be held"),
-    ("ling", {"moe_shared_expert_intermediate_size": 96}, "moe_shared_expert_intermediate_size != moe_intermed"),
+    ("ling", {"moe_shared_expert_intermediate_size": 96},
+     "moe_shared_expert_intermediate_size is 96 and moe_intermediate_size is [0-9]+, which"),
     ("ling", {"rotary_dim": 16}, "rotary_dim is 16, which is not partial_rotary_factor of head_dim"),
     ("ling", {"rope_parameters": PLAIN_YARN | {"rope_theta": 6e5, "partial_rotary_factor": 0.5}},
      "rope type 'yarn' has no counterpart"),
@@ -82,9 +83,9 @@ REFUSED = [
     ("llama", {"model_type": "mistral"}, "model_type is 'mistral', but architectures names LlamaForCausalLM"),
     ("qwen3", {"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe', but architectures names Qwen3ForCausalLM"),
     ("deepseek-v3", {"model_type": "deepseek_v2"}, "model_type is 'deepseek_v2'"),
-    ("deepseek-v3", {"head_dim": 16}, "head_dim != qk_rope_head_dim"),
-    ("deepseek-v3", {"qk_head_dim": 16}, "qk_head_dim != qk_nope_head_dim"),
-    ("glm4-moe-lite", {"head_dim": 16}, "head_dim != qk_rope_head_dim"),
+    ("deepseek-v3", {"head_dim": 16}, "head_dim is 16 and qk_rope_head_dim is [0-9]+, which have to be equal"),
+    ("deepseek-v3", {"qk_head_dim": 16}, "qk_head_dim is 16 and qk_nope_head_dim [+] qk_rope_head_dim is"),
+    ("glm4-moe-lite", {"head_dim": 16}, "head_dim is 16 and qk_rope_head_dim is [0-9]+, which have to be equal"),
     ("glm-moe-dsa", {"num_experts": 4}, "n_routed_experts is 8, but num_experts, which means the same, is 4"),
     ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
      "mlp_layer_types, which transformers reads, says something else"),

@@ -3,12 +3,13 @@
 import gc
 
 import torch
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from reshard.engines import VllmModel
 from reshard.refit import connect
@@ -27,8 +28,9 @@ def sharded(
 ) -> torch.nn.Module:
     """The model of a directory on a mesh of ``replicate``, ``shard`` and ``tp``: tensor parallel
     linear layers, then FSDP around each layer. Modules with a name that is `narrow` are in bf16."""
-    whole = type(AutoConfig.from_pretrained(directory)) not in AutoModelForCausalLM._model_mapping
-    kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(directory)
+    whole = type(config) not in AutoModelForCausalLM._model_mapping
+    kind = getattr(transformers, config.architectures[0]) if whole else AutoModelForCausalLM
     model = kind.from_pretrained(directory, dtype=dtype)
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in narrow:
@@ -44,7 +46,8 @@ def sharded(
                     )
             parallelize_module(layer, devices["tp"], plan)
     data = devices[tuple(name for name in mesh if name != "tp")]
-    for layer in getattr(model.model, "language_model", model.model).layers:
+    inner = getattr(model, "model", model)
+    for layer in getattr(getattr(inner, "language_model", inner), "layers", ()):
         fully_shard(layer, mesh=data)
     fully_shard(model, mesh=data)
     return model

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from accelerate import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.on_cpu.fsdp_on_cpu import sharded
 
@@ -48,7 +49,8 @@ def save(rank: int, cases: list[dict]) -> None:
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         gathered = get_model_state_dict(model, options=whole)
         if rank == 0:
-            plain = AutoModelForCausalLM.from_pretrained(case["source"], dtype=case["dtype"])
+            [architecture] = AutoConfig.from_pretrained(case["source"]).architectures
+            plain = getattr(transformers, architecture).from_pretrained(case["source"], dtype=case["dtype"])
             plain.load_state_dict(gathered)
             plain.save_pretrained(folder / "published")
 

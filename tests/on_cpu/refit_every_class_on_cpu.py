@@ -11,13 +11,20 @@ from torch.distributed.fsdp import fully_shard
 from reshard.core.errors import ReshardError
 from reshard.refit import connect
 from reshard.trainers import FsdpModel
-from tests.on_cpu.refit_without_table_on_cpu import class_of, engine_of, into_vllm
+from tests.on_cpu.refit_without_table_on_cpu import engine_of, into_vllm
+from tests.starting.ranks import caught
+from tests.tools.model_classes import class_of
 from tests.tools.refit_sides import fingerprint, start
 
 
+def whole(directory: str) -> torch.nn.Module:
+    """The model of a directory, of the class that it names, whole on each rank."""
+    return getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=torch.bfloat16)
+
+
 def sharded(directory: str) -> torch.nn.Module:
-    """The model of a directory, of the class that it names, on a mesh of all ranks."""
-    model = getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=torch.bfloat16)
+    """The same on a mesh of all ranks."""
+    model = whole(directory)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("shard",))
     fully_shard(model, mesh=mesh)
     return model
@@ -83,3 +90,34 @@ def judged(members, checkpoints: list[str], trained: str, options: dict) -> tupl
     left = [entry["how"] for entry in engine.tensor_accounts() if entry["what"] == "left alone"]
     apart = sorted({how for how in left if "tower" in how or "another part" in how})
     return "exact", f"{changed} of {len(expected[1])} tensors changed" + (f"; left: {apart}" if apart else "")
+
+
+def counts(rank: int, sides: dict, served: str, trained: str) -> dict:
+    """What batch norms of an engine have counted after refits from ranks each of which has counted something else, and
+    the mean of each: of a model that is sharded over the ranks, and of one that each has whole. And what is said of
+    counts in another dtype than the engine's."""
+    members = start(rank, sides)[2]
+    build, engine_class = engine_of()
+    engine = engine_class(*build(served, load_format="dummy", tp=2))
+    norms = batch_norms(engine.module)
+    found: dict = {"norms": len(norms)}
+    for how, make in (("sharded", sharded), ("whole", whole)):
+        model = make(trained)
+        for norm in batch_norms(model):
+            for statistic in (norm.num_batches_tracked, norm.running_mean, norm.running_var):
+                statistic.fill_(7 + rank)
+        connect(members, FsdpModel(model), engine).refit(verify=True)
+        found[how] = [
+            float(statistic.float().mean())
+            for norm in norms
+            for statistic in (norm.num_batches_tracked, norm.running_mean, norm.running_var)
+        ]
+        for norm in norms:
+            norm.running_mean.zero_()
+    for norm in batch_norms(model):
+        norm.num_batches_tracked = norm.num_batches_tracked.int()
+    return found | {"in another dtype": caught(lambda: connect(members, FsdpModel(model), engine))}
+
+
+def batch_norms(model: torch.nn.Module) -> list[torch.nn.BatchNorm1d]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm1d)]

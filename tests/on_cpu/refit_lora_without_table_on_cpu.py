@@ -4,33 +4,17 @@ refitted into the slots of vLLM's real classes, on a CPU."""
 import gc
 
 import torch
-import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reshard.refit import connect
 from reshard.trainers import FsdpModel
-from tests.on_cpu.refit_without_table_on_cpu import class_of
 from tests.starting.ranks import caught
 from tests.tools import refit_sides, vllm_models
-
-# Of the language model alone, also where a tower has layers of these names.
-LANGUAGE = r"model\.(language_model\.)?layers\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-
-
-def adapted(directory: str, seed: int, **settings) -> PeftModel:
-    """The model of a directory with an adapter of random numbers."""
-    model = getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=torch.bfloat16)
-    settings = {"r": 4, "lora_alpha": 6, "target_modules": LANGUAGE} | settings
-    peft = get_peft_model(model, LoraConfig(**settings))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in peft.named_parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-        if ".lora_" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return peft
+from tests.tools.adapted import adapted
+from tests.tools.model_classes import class_of
 
 
 def trainer_of(checkpoint: str, settings: dict, place: str) -> tuple[PeftModel, list[PeftModel], list[str]]:

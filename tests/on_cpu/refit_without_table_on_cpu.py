@@ -2,11 +2,9 @@
 the real model classes of vLLM or, in its environment, of SGLang."""
 
 import gc
-import json
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 import transformers
@@ -14,17 +12,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from reshard import DeltaWriter
+from reshard.delta import apply_deltas
 from reshard.live.digest import digest_of_models
 from reshard.refit import Link, connect
+from reshard.refit.reporting.served_parts import digest_parts
 from reshard.trainers import FsdpModel
+from tests.on_cpu.fsdp_on_cpu import copy_shards
 from tests.starting.ranks import caught
+from tests.tools.chains import Workers
+from tests.tools.model_classes import class_of
 from tests.tools.refit_sides import fingerprint, start
 
-
-def class_of(directory: str) -> str:
-    """The class that a directory names."""
-    [name] = json.loads((Path(directory) / "config.json").read_text())["architectures"]
-    return name
+# Of a model that transformers has a class of another name for than the published one.
+OWN_CLASSES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
 
 
 def sharded(directory: str, shard: int) -> torch.nn.Module:
@@ -34,11 +34,16 @@ def sharded(directory: str, shard: int) -> torch.nn.Module:
 
 def on_mesh(directory: str, sizes: dict[str, int], dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     """The same on a mesh of these sizes, in a dtype."""
-    model = getattr(transformers, class_of(directory)).from_pretrained(directory, dtype=dtype)
+    name = class_of(directory)
+    model = getattr(transformers, OWN_CLASSES.get(name, name)).from_pretrained(directory, dtype=dtype)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     decoder = model.get_decoder()
     within = decoder if hasattr(decoder, "layers") or hasattr(decoder, "h") else model.model
-    for layer in within.h if hasattr(within, "h") else within.layers:
+    if hasattr(within, "H_module"):  # HRM-Text has two stacks
+        layers = [*within.H_module.layers, *within.L_module.layers]
+    else:
+        layers = [*(within.h if hasattr(within, "h") else within.layers)]
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -135,6 +140,27 @@ def refit_each(
     return results
 
 
+def refit_exchanged(rank: int, sides: dict, cases: dict[str, tuple[str, list[str]]]) -> dict[str, list[str]]:
+    """For each class, of a checkpoint and two parameters of one shape: which of an engine's tensors are not what its
+    own loader makes of the checkpoint, after a refit from a trainer of it that has exchanged the two."""
+    members = start(rank, sides)[2]
+    build, engine = engine_of()
+    wrong = {}
+    for name, (directory, exchanged) in cases.items():
+        model = sharded(directory, sides["trainer"])
+        one, other = (dict(model.named_parameters())[parameter].to_local() for parameter in exchanged)
+        with torch.no_grad():
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+        made = engine(*build(directory, load_format="dummy", tp=2))
+        connect(members, FsdpModel(model), made).refit(verify=True)
+        expected = fingerprint(build(directory, tp=2)[0])
+        now = fingerprint(made.module)
+        wrong[name] = [key for key in expected if now[key] != expected[key]]
+    return wrong
+
+
 def without_tower(directory: str, shard: int) -> torch.nn.Module:
     """The same, of a trainer that has dropped the tower."""
     model = sharded(directory, shard)
@@ -145,10 +171,12 @@ def without_tower(directory: str, shard: int) -> torch.nn.Module:
 def beside_towers(rank: int, sides: dict, checkpoints: list[str], options: dict) -> dict:
     """Of two checkpoints: what an engine that has loaded the first holds after a refit from the second without its
     tower, and from all of it, and what its own loader makes of either; what is said where it has dummy weights; and
-    what it remembers of images after each."""
+    what it remembers of images after each, and of how many of the tower's tensors its digest says that they do not
+    count."""
     build, engine = engine_of()
     members = start(rank, sides)[2]
     remembered: list = []
+    not_counted: list[int] = []
 
     def refitted(source, **load_format: str) -> dict[str, tuple] | str:
         made = engine(*build(checkpoints[0], **options | load_format))
@@ -160,6 +188,7 @@ def beside_towers(rank: int, sides: dict, checkpoints: list[str], options: dict)
             see_image()
         links[0].refit(verify=True)
         remembered.append(images() if build is into_sglang else [])
+        not_counted.append(digest_parts(made)["tower"])
         return fingerprint(made.module)
 
     return {
@@ -168,6 +197,7 @@ def beside_towers(rank: int, sides: dict, checkpoints: list[str], options: dict)
         "all": refitted(sharded),
         "loaded": [fingerprint(build(hf, **options)[0]) for hf in checkpoints],
         "images": remembered,
+        "not counted": not_counted,
     }
 
 
@@ -178,8 +208,9 @@ def write_whole(rank: int, sides: dict, checkpoints: list[str], chain: str) -> d
     model, other = (sharded(directory, sides["trainer"]) for directory in checkpoints)
     writer = DeltaWriter(FsdpModel(model), checkpoints[0], chain)
     with torch.no_grad():
-        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
-            parameter.copy_(value)
+        for parts in (torch.nn.Module.parameters, torch.nn.Module.buffers):
+            for held, value in zip(parts(model), parts(other), strict=True):
+                held.copy_(value)
     writer.save()
     digested = digest_of_models(FsdpModel(model), checkpoints[0])
     tower = next(
@@ -191,6 +222,41 @@ def write_whole(rank: int, sides: dict, checkpoints: list[str], chain: str) -> d
     lacking = caught(lambda: digest_of_models(FsdpModel(model), checkpoints[0]))
     members.close()
     return {"digest": digested.text, "a part of a tower": lacking}
+
+
+def follow(rank: int, sides: dict, cases: dict[str, tuple[list[str], str]]) -> dict[str, dict]:
+    """Add the second of two checkpoints of each class to a chain that begins with the first, and follow that with an
+    engine that has loaded the first: the trainer's digest, what the engine holds before and after, and what its loader
+    makes of the second. And what is said of a trainer that has whole numbers in another dtype."""
+    members, outcome = start(rank, sides)[2], {}  # kept until the other rank has joined them
+    build, engine_class = engine_of()
+    # First, since vLLM changes transformers' classes where it serves a model by them.
+    models = {name: [on_mesh(directory, {"shard": 2}) for directory in of] for name, (of, _) in cases.items()}
+    for name, ((first, second), chain) in cases.items():
+        model, other = models[name]
+        writer = DeltaWriter(FsdpModel(model), first, chain)
+        copy_shards(other, model)
+        writer.save()
+        engine = engine_class(*build(first, tp=2))
+        before = fingerprint(engine.module)
+        workers = Workers(engine)
+        assert apply_deltas(workers, chain, verify=True) == 1
+        after = fingerprint(engine.module)
+        said = {
+            "trainer": digest_of_models(FsdpModel(model), first).text,
+            "before": before,
+            "after": after,
+            "expected": fingerprint(build(second, tp=2)[0]),
+        }
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm1d):
+                module.num_batches_tracked = module.num_batches_tracked.int()
+        said["in another dtype"] = caught(
+            lambda model=model, first=first: digest_of_models(FsdpModel(model), first)
+        )
+        outcome[name] = said
+    members.close()
+    return outcome
 
 
 def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:

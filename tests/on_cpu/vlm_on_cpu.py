@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from tests.on_cpu.engine_on_cpu import SMALL_BATCHES, forget, keep_imports_frozen
-from tests.on_cpu.refit_without_table_on_cpu import class_of
 from tests.tools import vllm_models
 from tests.tools.images import PROMPTS, as_trained, asked, picture
+from tests.tools.model_classes import class_of
 
 IMAGES = [picture(seed) for seed in range(len(PROMPTS))]
 GROUP = 4  # answers to each prompt

@@ -10,10 +10,13 @@ import transformers
 from reshard.models.class_fields import OF_ENGINES_CLASS, with_class_fields
 from reshard.models.model import different_fields
 from reshard.models.without_table import any_model
+from tests import install_sglang_cpu
+from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.model_classes import save
 from tests.tools.small_configs import small_config
 
+COUNTING = "GraniteSpeechForConditionalGeneration"
 CLASSES = (
     "WhisperForConditionalGeneration",  # no bias of keys, and engines have one
     "FalconForCausalLM",  # queries, keys and values in groups
@@ -21,6 +24,7 @@ CLASSES = (
     "AfmoeForCausalLM",  # fields that vLLM's config class adds
     "MellumForCausalLM",
     "ApertusForCausalLM",  # single numbers
+    COUNTING,  # whole ones, which batch norms count
 )
 
 
@@ -47,6 +51,36 @@ def test_each_holds_what_its_engines_loader_makes_of_the_saved_model(tmp_path):
         assert said.keys() == cases.keys()
         for name, (outcome, sentence) in said.items():
             assert outcome == ("exact" if name in CLASSES else "WRONG"), (name, outcome, sentence)
+
+
+if install_sglang_cpu.installed():
+
+    def test_an_sglang_takes_the_names_of_a_model_inside_that_its_transformers_would_rename_twice(tmp_path):
+        """The transformers of SGLang's environment has conversions of the inner model that no loading uses."""
+        name = "Qwen2AudioForConditionalGeneration"
+        checkpoints = made(tmp_path, name)
+        cases = {name: (checkpoints, checkpoints[1]), "of other weights": (checkpoints, checkpoints[0])}
+        results = run_on_ranks(
+            2,
+            "judge_each",
+            {"trainer": 2, "engine": 2, "together": True, "folder": str(tmp_path), "port": free_port()},
+            cases,
+            module="refit_every_class_on_cpu",
+            python=warm.python_of_sglang(),
+            environment=install_sglang_cpu.environment_of_engine(),
+        )
+        for said in results:
+            assert [outcome for outcome, _ in said.values()] == ["exact", "WRONG"], said
+
+
+def test_what_batch_norms_count_comes_from_one_rank_in_the_dtype_of_the_engine(tmp_path):
+    first, second = made(tmp_path, COUNTING)
+    places = {"trainer": 2, "engine": 2, "together": True, "folder": str(tmp_path), "port": free_port()}
+    for said in run_on_ranks(2, "counts", places, first, second, module="refit_every_class_on_cpu"):
+        assert said["norms"] > 1
+        for how in ("sharded", "whole"):
+            assert {*said[how]} == {7.0}, f"{how}: the first rank's, which saves, and not the other's"
+        assert "int32" in said["in another dtype"], said
 
 
 class ConfigOfEngine(transformers.AfmoeConfig):

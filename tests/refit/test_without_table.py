@@ -1,33 +1,51 @@
 """Refits of transformers models that no mapping table covers: what a class saves is read from the class, and where each
 tensor goes from the engine's own loader. Bit for bit what that loader makes of the saved model."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
-from transformers.core_model_loading import revert_weight_conversion
+from safetensors.torch import load_file, save_file
 
-from reshard import ReshardError, diff, digest, hf_to_mcore, ignored_config_fields
+from reshard import ReshardError, diff, digest, hf_to_mcore
+from reshard.core.dtypes import DTYPES
 from reshard.core.views import View
-from reshard.delta import apply
+from reshard.delta import apply, save
+from reshard.digests.numbers import number_of, seed_of, sum_rows, text_of
+from reshard.live.digest import digest_of_models
 from reshard.megatron.arguments import megatron_args
 from reshard.megatron.parameters import expand
-from reshard.models.config_fields import check_ignored
-from reshard.models.model import different_fields
-from reshard.models.saved_tensors import saved_tensors
+from reshard.models.model import Model
+from reshard.models.saved_tensors import SavedTensor, saved_tensors
 from reshard.models.towers import TAKES_TOWER
-from reshard.models.without_table import any_model
+from reshard.models.without_table import any_model, check_tower, tower_of
+from reshard.storage.check import check as check_manifest
+from reshard.storage.digest import digest_of_path
+from reshard.storage.io.streams import TensorInfo
 from reshard.trainers import FsdpModel
 from tests import install_sglang_cpu
 from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
-from tests.tools.model_classes import CLASSES, SIZES, WITH_TOWER, config_of, make, save
+from tests.storage.test_wrapped import kimi_k25, with_sizes_of_class
+from tests.tools.model_classes import (
+    CLASSES,
+    REFUSED_BY_TABLE,
+    WITH_NUMBERS,
+    WITH_TOWER,
+    config_of,
+    make,
+)
+from tests.tools.oracle import bits, hf_tensors
 
 # vLLM switches Llama 4's scale of attention off by itself where its context is short, and connect compares configs.
 SCALED = {"override_generation_config": {"attn_temperature_tuning": True}}
+# Transformers' class of it has another name, other names in memory, and its tower's queries and keys in another order.
+KIMI = "KimiK25ForConditionalGeneration"
 EP = {"tp": 2, "enable_expert_parallel": True}
 PP = {"pp": 2}
 # Beside those with a tower, of SGLang's.
@@ -37,7 +55,8 @@ SGLANG_CLASSES = (
 )  # fmt: skip
 # By the ranks of the trainer, those of the engine, and whether they are the same processes.
 RUNS = {
-    (2, 2, True): {name: {"tp": 2} for name in (*CLASSES, *WITH_TOWER)} | {"Llama4ForCausalLM": {"tp": 2} | SCALED},
+    (2, 2, True): {name: {"tp": 2} for name in (*CLASSES, *WITH_TOWER, KIMI, *REFUSED_BY_TABLE)}
+    | {"Llama4ForCausalLM": {"tp": 2} | SCALED},
     (3, 2, False): {
         "PhimoeForCausalLM": EP, "GraniteMoeForCausalLM": EP, "Gemma3ForCausalLM": {"tp": 2},
         "Olmo2ForCausalLM": {"tp": 2},
@@ -61,10 +80,21 @@ def checkpoints(tmp_path_factory):
     def get(name: str) -> list[str]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            made[name] = [str(make(folder / str(seed), name, seed)) for seed in (0, 1)]
+            made[name] = [str(made_of(folder / str(seed), name, seed)) for seed in (0, 1)]
         return made[name]
 
     return get
+
+
+def made_of(directory: Path, name: str, seed: int) -> Path:
+    if name != KIMI:
+        return make(directory, name, seed)
+    with_sizes_of_class(kimi_k25(directory, seed))
+    tensors = load_file(directory / "model.safetensors")
+    # As they are published, and as trainers hold them.
+    tensors |= {n: tensor.float() for n, tensor in tensors.items() if n.endswith("e_score_correction_bias")}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 def sides(folder: Path, trainers: int, engines: int, together: bool) -> dict:
@@ -93,7 +123,10 @@ def check(results: list[dict], name: str, engines: int, stages: int = 1) -> None
     for now, (before, expected), left in held:
         assert now.keys() == expected.keys()
         assert {key for key in expected if now[key] != expected[key]} == set(), name
-        assert sum(before[key] != expected[key] for key in expected) >= 0.5 * len(expected), "other weights"
+        weights = [
+            key for key in expected if not key.endswith("_scale")
+        ]  # HRM-Text attends 16 times with 4 layers
+        assert sum(before[key] != expected[key] for key in weights) >= 0.5 * len(weights), "other weights"
         assert not [how for how in left if "tower" in how or "another part" in how], (
             "the whole model is brought"
         )
@@ -140,7 +173,7 @@ def test_a_tower_that_stages_do_not_serve_whole_is_refused_or_left_alone_everywh
         "visual.blocks.1.norm1.weight, and it would serve another model",
         "no tower anywhere": "parameters that qwen2_5_vl_text does not have: model.visual.",
         "no tower anywhere, of a language model": "no error",
-        "a stage that computes": "parameters that qwen2_5_vl_text does not have: model.visual.",
+        "a stage that computes": "this engine takes nothing beside its language model, and its log says why: start it",
         "a stage that computes, of a language model": "left alone",
         "a stage that computes, with dummy weights": "beside the language model are dummy weights",
     }
@@ -172,6 +205,7 @@ def check_beside_towers(results: list[dict], prefix: str) -> None:
         )
         mixed = {name: (first if name in tower else second)[name] for name in first}
         assert of["without"] == mixed and of["all"] == second
+        assert of["not counted"] == [len(tower), 0], of["not counted"]
         assert "tensors beside the language model are dummy weights (load_format='dummy')" in of["dummy"]
 
 
@@ -251,27 +285,171 @@ def test_each_saved_tensor_is_the_box_that_is_said_of_a_parameter(name, tmp_path
     for path in (tmp_path / "made").glob("*.safetensors"):
         files |= load_file(path)
     assert {View.parse(each).tensor for each in saved} == files.keys()
-    for each, (shape, parameter, parameter_shape, box) in saved.items():
-        assert tuple(state[parameter].shape) == parameter_shape
-        part = state[parameter][tuple(map(slice, box.offsets, box.ends))].reshape(shape)
+    for each, tensor in saved.items():
         view = View.parse(each)
         whole = files[view.tensor]
         expected = whole[int(each.partition("[")[2].rstrip("]"))] if view.tensor != each else whole
-        assert torch.equal(part, expected), each
+        assert torch.equal(put_together(tensor, state), expected), each
+
+
+def put_together(saved: SavedTensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor that a checkpoint should have, of parameters of a model."""
+    made = torch.zeros(saved.shape, dtype=torch.bfloat16)
+    for parameter, shape, box, first in saved.parts:
+        assert tuple(state[parameter].shape) == shape
+        part = state[parameter][tuple(map(slice, box.offsets, box.ends))]
+        if len(saved.parts) == 1:
+            return part.reshape(saved.shape)
+        made[first : first + len(part)] = part
+    return made
 
 
 @pytest.mark.parametrize(
-    "name", ["GraniteMoeForCausalLM", "Gemma3ForConditionalGeneration", "Qwen3VLForConditionalGeneration"]
+    ("name", "fields"),
+    [
+        ("MixtralForCausalLM", {"num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": None}),
+        ("PhimoeForCausalLM", {"num_local_experts": 1, "num_experts_per_tok": 1}),
+        ("GraniteMoeForCausalLM", {"num_local_experts": 1, "num_experts_per_tok": 1}),
+        ("Llama4ForCausalLM", {"num_local_experts": 1}),
+    ],
+)
+def test_a_single_expert_is_read_row_by_row(name, fields, tmp_path):
+    directory = make(tmp_path / "made", name, **fields)
+    model = getattr(transformers, name).from_pretrained(directory, dtype=torch.bfloat16)
+    assert digest_of_models(FsdpModel(model), directory).text == digest(directory).text
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if n.endswith("experts.down_proj"))[0, -1, -1] += 1
+    assert digest_of_models(FsdpModel(model), directory).text != digest(directory).text, "the control"
+
+
+def test_what_transformers_makes_of_a_published_tower_is_joined_to_it_again(tmp_path):
+    """Against the published tensors, of which transformers' own loading has turned and split some."""
+    directory = made_of(tmp_path, KIMI, 0)
+    config = json.loads((directory / "config.json").read_text())
+    model = Model.from_hf(config)
+    of_class = config | {"architectures": [model.family.wrapped_class]}
+    state = getattr(transformers, model.family.wrapped_class).from_pretrained(directory).state_dict()
+    published = {n: t for n, t in load_file(directory / "model.safetensors").items() if model.is_of_tower(n)}
+    saved = tower_of(model, of_class).family.saved
+    assert saved.keys() == published.keys()
+    joined = [name for name, tensor in saved.items() if len(tensor.parts) > 3]
+    assert [name.rpartition(".")[0] for name in joined] == ["vision_tower.encoder.blocks.0.wqkv"] * 2
+    for name, tensor in published.items():
+        assert torch.equal(put_together(saved[name], state), tensor), name
+    swapped = {n: state[n.replace("q_proj", "k_proj") if "q_proj" in n else n] for n in state}
+    assert not any(torch.equal(put_together(saved[name], swapped), published[name]) for name in joined)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_attention_heads": 2}, {"hidden_act": "silu"}, {"pos_emb_time": 8}], ids=str
+)
+def test_a_tower_of_a_class_of_its_own_that_computes_something_else_is_refused(change, tmp_path):
+    config = json.loads((made_of(tmp_path, KIMI, 0) / "config.json").read_text())
+    served = Model.from_hf(config | {TAKES_TOWER: config})
+    of_class = config | {"architectures": [served.family.wrapped_class]}
+    check_tower(of_class, served, "the trainer's config")
+    with pytest.raises(
+        ReshardError, match="the trainer's config has vision_config.*, but the served model's is"
+    ):
+        check_tower(
+            of_class | {"vision_config": config["vision_config"] | change}, served, "the trainer's config"
+        )
+
+
+EXCHANGED = {
+    "HrmTextForCausalLM": (
+        "model.H_module.layers.0.mlp.gate_proj.weight", "model.H_module.layers.0.mlp.up_proj.weight",
+        "model.H_module.layers.0.mlp.gate_up_proj.weight",
+    ),
+    "HunYuanMoEV1ForCausalLM": (
+        "model.layers.1.mlp.shared_mlp.gate_proj.weight", "model.layers.1.mlp.shared_mlp.up_proj.weight",
+        "model.layers.1.mlp.shared_mlp.gate_up_proj.weight",
+    ),
+    KIMI: (
+        "model.vision_tower.layers.0.attn.q_proj.weight", "model.vision_tower.layers.0.attn.k_proj.weight",
+        "vision_tower.encoder.blocks.0.wqkv.weight",
+    ),
+}  # fmt: skip
+
+
+def test_two_tensors_that_a_trainer_has_exchanged_are_seen_in_the_one_that_they_are_joined_to(
+    checkpoints, tmp_path
+):
+    """The control of what is compared above."""
+    cases = {name: (checkpoints(name)[1], two) for name, (*two, _) in EXCHANGED.items()}
+    places = sides(tmp_path, 2, 2, True)
+    for said in run_on_ranks(2, "refit_exchanged", places, cases, module="refit_without_table_on_cpu"):
+        assert said == {name: [joined] for name, (*_, joined) in EXCHANGED.items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GraniteMoeForCausalLM",
+        "HrmTextForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        *WITH_NUMBERS,
+        *REFUSED_BY_TABLE,
+    ],
 )
 def test_a_chain_leads_its_checkpoint_to_the_versions_of_the_trainer(name, checkpoints, tmp_path):
     first, second = checkpoints(name)
     run_on_ranks(2, "write_chain", {"shard": 2}, [first, second], f"{tmp_path}/chain", module="delta_on_cpu")
-    apply(first, tmp_path / "chain", tmp_path / "out", version=1)
-    assert diff(second, tmp_path / "out").equal and not diff(first, tmp_path / "out").equal
-    assert digest(tmp_path / "out").text == digest(second).text != digest(first).text
+    check_applied(first, second, tmp_path)
 
 
-@pytest.mark.parametrize("name", WITH_TOWER)
+def check_applied(first: str, second: str, folder: Path) -> None:
+    """The first version of a chain is, as a directory, the second checkpoint, and transformers takes all of it."""
+    out = folder / "out"
+    apply(first, folder / "chain", out, version=1)
+    assert diff(second, out).equal and not diff(first, out).equal
+    assert digest(out).text == digest(second).text != digest(first).text
+    assert digest_of_path(out, stored=True).text == digest(second).text, "no tensor is in codes"
+    assert stored(out) == stored(second) and stored(out).keys() == stored(first).keys()
+    name = json.loads((out / "config.json").read_text())["architectures"][0]
+    _, loaded = getattr(transformers, name).from_pretrained(out, output_loading_info=True)
+    assert not any(loaded.values()), loaded
+    damaged = Path(shutil.copytree(out, folder / "damaged"))
+    with next(damaged.glob("*.safetensors")).open("r+b") as file:
+        [last] = file.read()[-1:]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    assert check_manifest(out).ok and not check_manifest(damaged).ok
+
+
+def stored(directory: str | Path) -> dict[str, tuple]:
+    """Shape, dtype and bits of each tensor in the files of a directory, as safetensors reads them."""
+    return {name: bits(tensor) for name, tensor in hf_tensors(Path(directory)).items()}
+
+
+def test_an_engine_follows_a_chain_of_single_and_whole_numbers(checkpoints, tmp_path):
+    cases = {name: (checkpoints(name), f"{tmp_path}/{name}/chain") for name in WITH_NUMBERS}
+    for said in run_on_ranks(
+        2, "follow", sides(tmp_path, 2, 2, True), cases, module="refit_without_table_on_cpu"
+    ):
+        for name, ((first, second), _) in cases.items():
+            of = said[name]
+            assert of["trainer"] == digest(second).text != digest(first).text
+            assert of["after"] == of["expected"] and of["before"].keys() == of["expected"].keys()
+            numbers = [key for key in of["after"] if key.endswith(("act_fn.beta", "num_batches_tracked"))]
+            assert len(numbers) == 2 and all(of["before"][key] != of["after"][key] for key in numbers), (
+                numbers
+            )
+            is_counted = any("batch" in key for key in numbers)
+            assert ("int32, and transformers' class has it in int64" in of["in another dtype"]) == is_counted
+    for name, ((first, second), _) in cases.items():
+        save(first, second, tmp_path / name / "on disk" / "chain")
+        for folder in (tmp_path / name, tmp_path / name / "on disk"):
+            check_applied(first, second, folder)
+        other = Path(shutil.copytree(second, tmp_path / name / "other"))
+        config = (other / "config.json").read_text()
+        (other / "config.json").write_text(re.sub('("rms_norm_eps": )[^,]+', r"\g<1>0.5", config))
+        with pytest.raises(ReshardError, match="its config has .*rms_norm_eps 0.5, .* begin a new chain"):
+            save(first, other, tmp_path / name / "never")
+
+
+@pytest.mark.parametrize("name", [*WITH_TOWER, KIMI])
 def test_a_chain_and_the_digest_of_a_trainer_have_its_tower(name, checkpoints, tmp_path):
     first, second = checkpoints(name)
     places = sides(tmp_path, 2, 2, True)
@@ -297,152 +475,49 @@ def test_what_has_to_be_megatrons_is_refused_by_name(checkpoints, tmp_path):
             look()
 
 
-def test_what_transformers_computes_as_it_saves_is_refused(monkeypatch):
-    from reshard.models import saved_tensors as module
-
-    def doubled(model, state):
-        return {name: tensor * 2 for name, tensor in revert_weight_conversion(model, state).items()}
-
-    monkeypatch.setattr(module, "revert_weight_conversion", doubled)
-    with pytest.raises(
-        ReshardError, match="transformers computes model.embed_tokens.weight as it saves a Gemma2"
-    ):
-        saved_tensors("Gemma2ForCausalLM", config_of("Gemma2ForCausalLM").to_dict(), "config.json")
+BETA, COUNT = "model.layers.0.mlp.act_fn.beta", "encoder.layers.0.conv.batch_norm.num_batches_tracked"
 
 
-def test_a_class_that_transformers_does_not_have_is_named():
-    config = {"architectures": ["NeverMadeForCausalLM"], "model_type": "never_made"}
-    with pytest.raises(
-        ReshardError, match="no mapping table covers NeverMadeForCausalLM, and transformers 5"
-    ):
-        any_model(config)
-
-
-def test_fields_that_decide_what_is_computed_are_compared_wherever_they_are():
-    name = "Gemma3ForConditionalGeneration"
-    one, other = config_of(name).to_dict(), config_of(name).to_dict()
-    other["dtype"], other["text_config"]["attention_dropout"] = "float16", 0.5
-    assert different_fields(any_model(one), any_model(other)) == {}
-    other["text_config"]["rms_norm_eps"] = 0.5
-    assert different_fields(any_model(one), any_model(other)) == {"text_config.rms_norm_eps": (1e-6, 0.5)}
-
-
-@pytest.mark.parametrize(
-    "field, written, other", [("is_mm_prefix_lm", True, None), ("attention_output_gate", False, True)]
-)
-def test_what_vllm_writes_into_a_config_makes_no_other_model(field, written, other):
-    name = "Gemma3ForConditionalGeneration"
-    one, served = config_of(name).to_dict(), config_of(name).to_dict()
-    served["hidden_size"] = served["text_config"]["hidden_size"]
-    served["text_config"][field] = written
-    assert different_fields(any_model(one), any_model(served)) == {}
-    served["hidden_size"] = 7
-    assert different_fields(any_model(one), any_model(served)) == {"hidden_size": (None, 7)}
-    if other is not None:
-        served["text_config"][field] = other
-        assert f"text_config.{field}" in different_fields(any_model(one), any_model(served))
-
-
-def test_what_only_training_reads_makes_no_other_model_and_what_a_router_reads_does():
-    name = "PhimoeForCausalLM"
-    one, trained, other = (any_model(config_of(name, **fields).to_dict()) for fields in (
-        {}, {"attention_dropout": 0.5, "initializer_range": 0.5}, {"router_jitter_noise": 0.5}
-    ))  # fmt: skip
-    assert different_fields(one, trained) == {}
-    assert different_fields(one, other) == {"router_jitter_noise": (0.01, 0.5)}
-    with ignored_config_fields("router_jitter_noise"):
-        check_ignored(one)
-        assert different_fields(one, other) == {}
-
-
-def test_two_classes_of_one_type_are_two_models():
-    name = "Gemma2ForCausalLM"
-    base = config_of(name).to_dict() | {"architectures": ["Gemma2Model"]}
-    assert "architectures" in different_fields(any_model(config_of(name).to_dict()), any_model(base))
-
-
-def built(name: str, **fields) -> torch.nn.Module:
-    return getattr(transformers, name)(config_of(name, **fields))
-
-
-@pytest.mark.parametrize("what", ["an embedding", "a stack of experts"])
-def test_a_trainer_whose_weights_are_not_of_its_config_is_refused(what):
-    model = built("PhimoeForCausalLM")
-    served = any_model(model.config.to_dict())
-    assert FsdpModel(model).publish(served)
-    if what == "an embedding":
-        model.model.embed_tokens.weight = torch.nn.Parameter(torch.zeros(600, 64))
-        said = r"model.embed_tokens.weight has shape \[600, 64\], and \[500, 64\] by its config"
-    else:
-        experts = model.model.layers[0].mlp.experts
-        experts.down_proj = torch.nn.Parameter(torch.zeros(6, *experts.down_proj.shape[1:]))
-        said = r"experts.down_proj has shape \[6, 64, 128\], and \[4, 64, 128\] by its config"
-    with pytest.raises(ReshardError, match=said):
-        FsdpModel(model).publish(served)
-
-
-def test_the_class_is_that_of_the_model_below_an_adapter():
-    model = built("Gemma2ForCausalLM")
-    served = any_model(model.config.to_dict())
-    model.config.architectures = None  # as of one made from a config
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
-    below, adapter = FsdpModel(adapted).split_adapter()
-    below.check_model(served)
-    assert len(below.publish(served)) == len(FsdpModel(built("Gemma2ForCausalLM")).publish(served))
-    assert len(adapter.publish(served)) == 4, "A and B of two layers"
-
-
-def test_heads_of_other_sizes_than_the_default_are_those_of_the_config():
-    name = "Qwen3ForSequenceClassification"
-    config = transformers.Qwen3Config(**SIZES, num_labels=5).to_dict() | {"architectures": [name]}
-    assert saved_tensors(name, config, name)["score.weight"].shape == (5, 64)
-
-
-def test_a_class_with_whole_numbers_among_its_weights_is_refused():
-    name = "GraniteSpeechForConditionalGeneration"
-    config = transformers.GraniteSpeechConfig().to_dict() | {"architectures": [name]}
-    with pytest.raises(
-        ReshardError, match="num_batches_tracked is a single whole number, which no refit moves"
-    ):
-        any_model(config)
-
-
-def test_a_number_among_weights_is_a_vector_of_one_for_refits_and_refused_in_files(tmp_path):
+def test_a_number_among_weights_is_a_vector_of_one_for_refits_and_has_no_dims_in_files(checkpoints, tmp_path):
     name = "ApertusForCausalLM"
-    config = transformers.ApertusConfig(**SIZES)
-    config.architectures = [name]
-    saved = saved_tensors(name, config.to_dict(), name)
-    beta = saved["model.layers.0.mlp.act_fn.beta"]
-    assert (beta.shape, beta.parameter_shape) == ((1,), ())
-    save(tmp_path, config)
-    [stored] = [load_file(path) for path in tmp_path.glob("*.safetensors")]
-    assert stored["model.layers.0.mlp.act_fn.beta"].shape == ()
-    with pytest.raises(
-        ReshardError, match="act_fn.beta is a single number, which a refit moves, but what reads"
-    ):
-        digest(tmp_path)
+    beta = saved_tensors(name, config_of(name).to_dict(), name)[BETA]
+    assert (beta.shape, beta.parts[0].parameter_shape, beta.is_single) == ((1,), (), True)
+    directory = Path(checkpoints(name)[0])
+    assert stored(directory)[BETA][0] == ()
+    assert digest(directory).tensors[BETA] == text_of(number_of_vector(BETA, 0.25))
+    with pytest.raises(ReshardError, match=rf"{BETA} has shape \[1\], expected \[\] from config.json"):
+        digest(with_tensor(directory, tmp_path / "vector", BETA, lambda beta: beta.reshape(1)))
+    with pytest.raises(RuntimeError, match="mismatched|size mismatch"):  # nor does transformers
+        transformers.ApertusForCausalLM.from_pretrained(tmp_path / "vector")
 
 
-def test_a_change_in_place_is_no_view(monkeypatch):
-    from reshard.models import saved_tensors as module
-
-    def changed(model, state):
-        return {name: tensor.clone().add_(1) for name, tensor in state.items()}
-
-    monkeypatch.setattr(module, "revert_weight_conversion", changed)
-    with pytest.raises(ReshardError, match="transformers computes tensors as it saves a Gemma2"):
-        saved_tensors("Gemma2ForCausalLM", config_of("Gemma2ForCausalLM").to_dict(), "config.json")
+def number_of_vector(name: str, value: float) -> int:
+    info = TensorInfo((1,), DTYPES["bfloat16"])
+    seed = seed_of(name, info)
+    return number_of(seed, [sum_rows(seed, np.array([[value]], info.dtype.numpy()))])
 
 
-def test_a_tower_that_computes_something_else_is_refused_where_an_engine_takes_it():
-    name = "Qwen3VLForConditionalGeneration"
-    config = config_of(name).to_dict()
-    engine = any_model(config | {TAKES_TOWER: config})
-    FsdpModel(built(name)).check_model(engine)
-    changed = built(name)
-    changed.config.vision_config.deepstack_visual_indexes = [1, 0]
-    with pytest.raises(
-        ReshardError, match=r"has vision_config.deepstack_visual_indexes \[1, 0\], but the served"
-    ):
-        FsdpModel(changed).check_model(engine)
-    FsdpModel(changed).check_model(any_model(config))  # its own tower stays in the engine
+def with_tensor(directory: Path, to: Path, name: str, change) -> Path:
+    """A copy of a directory with one tensor changed."""
+    shutil.copytree(directory, to)
+    tensors = load_file(to / "model.safetensors")
+    save_file(tensors | {name: change(tensors[name])}, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_whole_numbers_stay_as_they_are_and_are_taken_where_the_class_has_them_alone(checkpoints, tmp_path):
+    directory = Path(checkpoints("GraniteSpeechForConditionalGeneration")[0])
+    tensors = digest(directory).tensors
+    assert digest(directory, dtype="fp32").tensors[COUNT] == tensors[COUNT]
+    more = with_tensor(directory, tmp_path / "more", COUNT, lambda count: count + 1)
+    assert [each.name for each in diff(directory, more).differences] == [COUNT]
+    for number, (name, dtype, sentence) in enumerate((
+        (COUNT, torch.int32, "has dtype int32, and granite_speech's class has whole numbers there, in int64"),
+        (COUNT, torch.float32, "has dtype float32, and granite_speech's class has whole numbers there, in int64"),
+        (COUNT.replace("num_batches_tracked", "running_mean"), torch.int64, "has dtype int64, which is not a weight's"),
+    )):  # fmt: skip
+        other = with_tensor(
+            directory, tmp_path / str(number), name, lambda tensor, dtype=dtype: tensor.to(dtype)
+        )
+        with pytest.raises(ReshardError, match=sentence):
+            digest(other)

@@ -40,8 +40,11 @@ CASES = {
     "of ranks, uneven": ("llama-rope-tied", {"shard": 3}, BF16, "ranks", 0),
     "of ranks, rows of experts": ("qwen3-moe", {"shard": 4}, BF16, "ranks", 1),
     "no table": ("GraniteMoeForCausalLM", {"shard": 3}, BF16, "states", 0),
+    "single numbers": ("ApertusForCausalLM", {"shard": 3}, FP32, "app", 0),
+    "whole numbers": ("GraniteSpeechForConditionalGeneration", {"shard": 3}, FP32, "accelerate", 0),
+    "whole numbers of ranks": ("GraniteSpeechForConditionalGeneration", {"shard": 3}, BF16, "ranks", 0),
 }
-WITHOUT_TABLE = {"no table"}
+WITHOUT_TABLE = {"no table", "single numbers", "whole numbers", "whole numbers of ranks"}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,9 @@ def test_an_fsdp_checkpoint_becomes_what_save_pretrained_writes(name, saves, tmp
     assert found.equal and not diff(folder / "saved", folder / "source", hf_config=folder / "source").equal
     assert digest(folder / "saved", hf_config=folder / "source").text == digest(tmp_path / "hf").text
     if name in WITHOUT_TABLE:
+        fsdp_to_hf(folder / "saved", tmp_path / "bf16", hf_config=folder / "source", dtype="bf16")
+        cast = {n: t.to(BF16) if t.is_floating_point() else t for n, t in published.items()}
+        assert same(hf_tensors(tmp_path / "bf16"), cast) == [], "whole numbers are not cast"
         return
     layout = MegatronLayout(tp=2, etp=1)
     hf_to_mcore(folder / "saved", tmp_path / "mcore", layout, hf_config=folder / "source")

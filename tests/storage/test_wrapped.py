@@ -172,6 +172,18 @@ def kimi_k25(directory, seed: int = 0):
     return directory
 
 
+def with_sizes_of_class(directory):
+    """A small Kimi-K2.5 of which transformers' class, too, finds the sizes: it has other fields for these, whose
+    defaults are the sizes of the published models."""
+    config = json.loads((directory / "config.json").read_text())
+    config["vision_config"] |= {
+        "pos_emb_height": 4, "pos_emb_width": 4, "hidden_size": 32, "intermediate_size": 48,
+    }  # fmt: skip
+    config |= {"projection_hidden_size": 32, "tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 def test_kimi_k25_is_a_deepseek_v3_behind_another_prefix(tmp_path):
     source = kimi_k25(tmp_path / "hf")
     layout = MegatronLayout(tp=2, pp=2, ep=2, etp=1)

@@ -1,5 +1,6 @@
 """Small models of transformers' classes that no mapping table covers, as published checkpoints of them are."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -45,6 +46,12 @@ CLASSES: dict[str, dict] = {
     "GPTNeoXForCausalLM": {
         name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")
     },
+    "HrmTextForCausalLM": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+    "HunYuanMoEV1ForCausalLM": SIZES
+    | dict(
+        num_experts=4, moe_topk=2, moe_intermediate_size=128, use_qk_norm=True, use_mixed_mlp_moe=True,
+        num_shared_expert=1, pad_token_id=0, eod_token_id=3,
+    ),
     "Llama4ForCausalLM": SIZES | dict(num_local_experts=4, interleave_moe_layer_step=1, intermediate_size_mlp=128),
 }  # fmt: skip
 
@@ -149,11 +156,48 @@ PUBLISHED: dict[str, dict] = {
 }  # fmt: skip
 
 
+# With single numbers among the weights, and with whole ones, which batch norms count.
+WITH_NUMBERS: dict[str, dict] = {
+    "ApertusForCausalLM": SIZES | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    "GraniteSpeechForConditionalGeneration": dict(
+        text_config={n: s for n, s in SIZES.items() if n != "head_dim"} | dict(model_type="granite"),
+        encoder_config=dict(
+            input_dim=16, num_layers=2, hidden_dim=64, num_heads=4, dim_head=16, output_dim=32, context_size=16,
+            max_pos_emb=32,
+        ),
+        projector_config=dict(
+            model_type="blip_2_qformer", hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+            num_attention_heads=4, encoder_hidden_size=64,
+        ),
+        audio_token_index=400, has_lora_adapter=False,
+    ),
+}  # fmt: skip
+
+
+_OF_PHI4_MINI = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+# With a table that refuses their config: Megatron has no such rotary embeddings, and no such windows.
+REFUSED_BY_TABLE: dict[str, dict] = {
+    "Phi3ForCausalLM": {name: size for name, size in SIZES.items() if name != "head_dim"} | dict(
+        original_max_position_embeddings=128, partial_rotary_factor=0.75, pad_token_id=0,
+        rope_parameters=_OF_PHI4_MINI | {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+    ),
+    "LlamaForCausalLM": SIZES | dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    "MixtralForCausalLM": SIZES | dict(num_local_experts=4, sliding_window=32),
+}  # fmt: skip
+
+
 def config_of(name: str, **changes):
     """The config of a small model of a class, with its class named in it."""
-    config = getattr(transformers, name).config_class(**(CLASSES | WITH_TOWER | NEWEST)[name] | changes)
+    known = CLASSES | WITH_TOWER | NEWEST | WITH_NUMBERS | REFUSED_BY_TABLE
+    config = getattr(transformers, name).config_class(**known[name] | changes)
     config.architectures = [name]
     return config
+
+
+def class_of(directory: str) -> str:
+    """The class that a directory names."""
+    [name] = json.loads((Path(directory) / "config.json").read_text())["architectures"]
+    return name
 
 
 def make(directory: Path, name: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes) -> Path:
@@ -176,5 +220,12 @@ def save(directory: Path, config, seed: int = 0, dtype: torch.dtype = torch.bflo
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.ndim == 1))
+    # Odd, and so large that no floating dtype of weights has them.
+    counts, saved = itertools.count(1 + (seed + 1 << 25), 2), model.state_dict().keys()
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("num_batches_tracked"):
+            buffer.fill_(next(counts))
+        elif buffer_name in saved and (not buffer.ndim or "running_" in buffer_name):
+            buffer.fill_(0.25 + seed)
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     model.save_pretrained(directory)

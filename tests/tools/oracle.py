@@ -394,7 +394,7 @@ def mamba_tensors(hf: dict[str, torch.Tensor], config: dict, padded_vocab: int) 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of tensors that are not the same bits in both sets, or are in one only."""
-    bits = lambda t: t.contiguous().view(torch.uint8)  # noqa: E731
+    bits = lambda t: t.reshape(-1).view(torch.uint8)  # noqa: E731
     return sorted(set(a) ^ set(b)) + [
         n
         for n in a

@@ -2,6 +2,7 @@
 fp8 blocks where the config wants them."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
@@ -24,6 +25,12 @@ from reshard.storage.io.reading import Weights
 from reshard.storage.sources.megatron import MegatronSource
 
 MAX_THREADS = 8
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _unnumbered(module: str) -> str:
+    """Return a module's name without the numbers of its layer and expert."""
+    return _NUMBER.sub("", module)
 
 
 class StoredWeights:
@@ -46,8 +53,12 @@ class StoredWeights:
         return views.with_dtypes({name: getattr(torch, info.dtype.name) for name, info in tensors})
 
     def check_complete(self, model: Model) -> None:
-        """Raise ReshardError if tensors are missing that a model has by the mapping table: engines' loaders
-        would leave their layers as they are."""
+        """Raise ReshardError if tensors are missing that a model has by the mapping table, or by transformers' class:
+        engines' loaders would leave their layers, or the parts of single experts, as they are.
+
+        By the class only those are, of which other layers or experts have the like: engines' loaders know other names
+        of whole checkpoints than the installed transformers saves.
+        """
         # Quantized checkpoints have other tensors in place of a module's weight.
         modules = {name.rpartition(".")[0] for name in self.weights.tensors}
         packed = expand(model).packed
@@ -58,6 +69,9 @@ class StoredWeights:
             and name.rpartition(".")[0] not in modules
             and tensor_of(packed.get(name, "")) not in self.weights.tensors
         ]
+        if not model.family.has_megatron_names:
+            like = {_unnumbered(module) for module in modules}
+            lacking = [name for name in lacking if _unnumbered(name.rpartition(".")[0]) in like]
         if lacking:
             raise ReshardError(f"{self.name} lacks {len(lacking)} of the model's tensors: {listed(lacking)}")
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError, listed
+from reshard.refit.engine import TOWER_AS_LOADED
 
 BROUGHT, DERIVED, LEFT_ALONE = "brought", "derived", "left alone"
 
@@ -26,7 +27,7 @@ class Account(NamedTuple):
 
 FROM_TRAINER = Account(BROUGHT, "from the trainer")
 OF_DRAFTER = Account(BROUGHT, "of the drafter, from the trainer")
-OF_TOWER = Account(LEFT_ALONE, "of another part than the language model, as it was loaded")
+OF_TOWER = Account(LEFT_ALONE, TOWER_AS_LOADED)
 SCALE_OF_CACHE = Account(
     LEFT_ALONE, "a scale of the attention's cache, which comes with a checkpoint or is 1"
 )

@@ -357,8 +357,8 @@ class SglangModel(LiveEngine):
 
     def check_awake(self) -> None:
         """Raise ReshardError if SGLang has released the memory of its weights."""
-        first = next(iter(self.tensors.values()))
-        is_lost = first.device.type == "cuda" and not is_mapped(first.data_ptr())
+        any_one = [*self.tensors.values()][:1]  # of a rank with none, none is lost
+        is_lost = any(one.device.type == "cuda" and not is_mapped(one.data_ptr()) for one in any_one)
         if is_lost or compat.is_asleep(self.scheduler):
             raise ReshardError(
                 "this SGLang sleeps, and its weights have no memory: call "

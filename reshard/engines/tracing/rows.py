@@ -1,7 +1,6 @@
 """Views of published tensors without memory, as boxes and rows of these: their offsets and strides say which elements
 they have."""
 
-from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -34,37 +33,6 @@ def place_of(shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> Pl
     if offsets[1] + view.lengths[1] > width:  # from one row into the next
         return None
     return Place(Box(offsets, view.lengths), view.dst_strides[0] if view.lengths[0] > 1 else 0)
-
-
-def runs_of_rows(tensor: torch.Tensor, shape: tuple[int, ...], size: Sequence[int]) -> list[torch.Tensor]:
-    """Return the runs of rows, or of elements of a vector, that a tensor of `size` consists of, which a loader has made
-    of rows of a published one of `shape` in another order; none if they are not whole rows of one.
-
-    `tensor` has the elements in their new order, and strides as they lie in what is published.
-    """
-    if len(shape) not in (1, 2) or len(size) != len(shape) or tuple(size[1:]) != shape[1:]:
-        return []
-    width, dims = 1, tensor.ndim
-    if len(shape) == 2:
-        width, dims = shape[1], tensor.ndim - 1
-        if tensor.shape[-1] != width or tensor.stride(-1) != 1:
-            return []
-    starts = torch.tensor([tensor.storage_offset()])
-    for dim in range(dims):
-        steps = torch.arange(tensor.shape[dim]) * tensor.stride(dim)
-        starts = (starts[:, None] + steps).flatten()
-    if bool((starts % width).any()):
-        return []
-    rows = starts // width
-    breaks = (torch.nonzero(rows.diff() != 1).flatten() + 1).tolist()
-    runs = []
-    for first, end in zip([0, *breaks], [*breaks, len(rows)], strict=True):
-        start = int(rows[first]) * width
-        if len(shape) == 2:
-            runs.append(tensor.as_strided((end - first, width), (width, 1), start))
-        else:
-            runs.append(tensor.as_strided((end - first,), (1,), start))
-    return runs
 
 
 def _box_of(shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> Place | None:

@@ -9,7 +9,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.tracing.deduplicated import ExpertLayer
-from reshard.engines.tracing.trace import storage_id
+from reshard.models.row_runs import storage_id
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
-from reshard.engines.tracing.rows import place_of, runs_of_rows
+from reshard.engines.tracing.rows import place_of
+from reshard.models.row_runs import runs_of_rows, storage_id
 
 
 class TracedCopy(NamedTuple):
@@ -87,11 +88,6 @@ def trace_load(
                 f"{engine}'s own loader refuses the model's tensors ({type(error).__name__}: {error})"
             ) from error
     return Trace(recorder.copies, recorder.fills)
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return what identifies a tensor's storage: equal for a tensor and its views."""
-    return tensor.untyped_storage()._cdata
 
 
 _in_own_loader: ContextVar[bool] = ContextVar("in_own_loader", default=False)
@@ -186,8 +182,8 @@ class _Recorder(TorchDispatchMode):
             taken = self._taken(*args)
             if taken is not None:
                 return taken
-        if func is torch.ops.aten._local_scalar_dense.default and storage_id(args[0]) in self.known:
-            return self.known[storage_id(args[0])][args[0].storage_offset()].item()
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self._value(args[0])
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -208,6 +204,17 @@ class _Recorder(TorchDispatchMode):
                 if source is not None and storage_id(out) not in self.sources:
                     self.derived[storage_id(out)] = (f"{func} of {source[0]}", out)
         return out
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        """Return a number that a loader asks for. Raises ReshardError if it is not known, as that of a weight."""
+        known = self.known.get(storage_id(tensor))
+        if known is None:
+            name = self.sources.get(storage_id(tensor), ("a tensor", ()))[0]
+            raise ReshardError(
+                f"{self.engine}'s loader computes with the value of {name}, which is not a plain copy: refit does not "
+                f"support it"
+            )
+        return known[tensor.storage_offset()].item()
 
     def _note_parameter(self, arg: Any, out: torch.Tensor) -> None:
         """Note a tensor that is made of a parameter that the loader may compute in place."""
@@ -420,13 +427,14 @@ class _Recorder(TorchDispatchMode):
         if source is not None and value == 0 and tuple(dst.shape) == source[1]:
             self.zeroed.add(storage_id(dst))
             return
+        if not dst.numel():  # as the padding of sinks of a rank that has none
+            return
         parameter = self._parameter(dst)
         if value != 0 or not dst.is_contiguous():
             raise ReshardError(
                 f"{self.engine}'s loader fills a part of {parameter} with {value}: refit does not support it"
             )
-        if dst.numel():
-            self.fills.append(TracedFill(parameter, int(dst.storage_offset()), dst.numel()))
+        self.fills.append(TracedFill(parameter, int(dst.storage_offset()), dst.numel()))
 
 
 def _end(copy: TracedCopy) -> int:

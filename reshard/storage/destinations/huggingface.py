@@ -15,6 +15,7 @@ from reshard.formats import safetensors
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_file
 from reshard.models.family import architectures
 from reshard.models.model import Model
+from reshard.models.without_table import single_numbers
 from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import file_bytes
 from reshard.storage.io.files import OpenFiles
@@ -58,8 +59,11 @@ class HuggingFaceFiles(Destination):
         laid_out: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
         views = {name: info for name, info in tensors.items() if tensor_of(self.places[name]) != name}
         shapes = tensor_shapes({self.places[name]: info.shape for name, info in views.items()})
+        singles = single_numbers(model)
         for name, info in tensors.items():
-            if name in views:
+            if name in singles:
+                laid_out[name] = (info.dtype, ())
+            elif name in views:
                 tensor = tensor_of(self.places[name])
                 laid_out[tensor] = (info.dtype, shapes[tensor])
             else:
@@ -72,7 +76,7 @@ class HuggingFaceFiles(Destination):
         self.placed = {name: tensor for file in self.new_files for name, tensor in file.tensors.items()}
         self.sizes = {file.name: file.size_bytes for file in self.new_files}
         whole = {n: TensorInfo(t.shape, t.dtype) for n, t in self.placed.items() if n not in shapes}
-        self.stored = whole | views
+        self.stored = whole | {name: tensors[name] for name in singles} | views
 
     def _plan_files(self, tensors: dict[str, tuple[Dtype, tuple[int, ...]]]) -> list[safetensors.NewFile]:
         return safetensors.plan_files(tensors, self.shard_bytes)
@@ -124,7 +128,8 @@ class HuggingFaceFiles(Destination):
         if config.get("architectures"):
             config["architectures"] = architectures(config)
         key = "dtype" if "dtype" in config else "torch_dtype"
-        dtypes = [t.dtype.name for n, t in self.tensors.items() if n not in self.fp32]
+        weights = [t.dtype for n, t in self.tensors.items() if n not in self.fp32]
+        dtypes = [dtype.name for dtype in weights if dtype.floating]
         dtype = config.get(key) if config.get(key) in dtypes else max(sorted({*dtypes}), key=dtypes.count)
         if self.quantized.names:
             matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]

@@ -13,6 +13,7 @@ from reshard.core.limits import MAX_ITERATION, check_number
 from reshard.lora.names import A, module_of, peft_name
 from reshard.lora.parameters import FORMATS, AdapterForm, part_names
 from reshard.megatron.layout import MegatronLayout, checked_layout
+from reshard.models.family import no_table
 from reshard.storage.convert import (
     carry_out,
     check_both_ends,
@@ -141,6 +142,8 @@ def lora_to_megatron(
         Team.from_environment() as team,
         closing(open_adapter(Path(source), config, alpha, saved_tp)) as src,
     ):
+        if not src.model.family.has_megatron_names:
+            raise no_table(src.model.family)
         checks, workdir = check_both_ends(src, destination, team, options)
         tensors = tensors_to_store(src, float_dtype(dtype))
         _name_base(src, hf_config)

@@ -26,6 +26,7 @@ from reshard.lora.parameters import (
 from reshard.lora.peft_config import CONFIG, WEIGHTS, check_plain, scales_of
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
+from reshard.models.without_table import ClassFamily, any_model
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo, strips_of_view
 from reshard.storage.lora.names import module_in_file, peft_names
@@ -100,7 +101,7 @@ class PeftSource(AdapterSource):
     def _model(self) -> Model:
         assert self.config_path is not None
         self.versions.record(self.config_path)
-        return Model.from_hf(read_config(self.config_path), str(self.config_path))
+        return any_model(read_config(self.config_path), str(self.config_path))
 
     def _config_path(self, hf_config: Path | None) -> Path:
         directory = hf_config or self._named_directory()
@@ -158,8 +159,9 @@ class PeftSource(AdapterSource):
         return adapters
 
     def _layers(self) -> Iterator[LinearLayer]:
-        if not self.model.family.has_megatron_names:
-            yield from published_layers(self.base.shapes)
+        if isinstance(self.model.family, ClassFamily):
+            taking = {name for name, tensor in self.model.family.saved.items() if tensor.takes_adapter}
+            yield from published_layers({n: s for n, s in self.base.shapes.items() if n in taking})
             return
         yield from linear_layers(self.base)
         yield from other_layers(self.base)

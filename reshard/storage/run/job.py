@@ -112,11 +112,11 @@ class ConversionJob:
 
 def tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:
     """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for
-    those that the family keeps in a wider one, and optimizer states."""
+    those that the family keeps in a wider one, whole numbers, and optimizer states."""
 
     def stored_dtype(name: str, dtype: Dtype) -> Dtype:
         keeps_precision = target is not None and name in source.mapping.fp32 and target.size < dtype.size
-        is_kept = target is None or keeps_precision or name in source.uncast
+        is_kept = target is None or keeps_precision or name in source.uncast or not dtype.floating
         return dtype if is_kept or target is None else target
 
     return {

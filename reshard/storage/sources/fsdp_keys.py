@@ -91,7 +91,7 @@ def _names(model: Model) -> tuple[set[str], list[str]]:
     """Return the names that the first parameter of a model may have, and published ones without which it is none."""
     saved = getattr(model.family, "saved", None)
     if saved is not None:
-        needed = sorted({tensor.parameter for tensor in saved.values()})
+        needed = sorted({part.parameter for tensor in saved.values() for part in tensor.parts})
         return {needed[0]}, needed
     needed = [f"{model.published_name(module)}.weight" for _, module, _ in model.family.ends]
     needed = needed[:2] if model.tied else needed

@@ -16,8 +16,9 @@ from reshard.core.scratch import Scratch
 from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
-from reshard.megatron.parameters import expand
+from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
+from reshard.models.without_table import repeated_in_files, single_numbers, whole_dtypes
 from reshard.quantization import channels, compressed_tensors, fp8_blocks, fp8_scales, modelopt, mxfp4
 from reshard.quantization.scheme import StoredWeight
 from reshard.storage.io.files import OpenFiles
@@ -77,10 +78,19 @@ class HuggingFaceSource(Source):
                 f"have none; converted without"
             )
             self.model = replace(self.model, mtp_layers=0)
-        self.mapping = expand(self.model)
+        self.mapping = self._expanded()
         self._quantization(dequantize_to)
         self._check()
         self._take_beside(self.config)
+
+    def _expanded(self) -> ModelParameters:
+        """Return the model's parameters, with the copies that the files have of some of a model without a table."""
+        mapping = expand(self.model)
+        copies = repeated_in_files(self.model, self.stored)
+        if not copies:
+            return mapping
+        shapes = {name: mapping.shapes[primary] for name, primary in copies.items()}
+        return replace(mapping, shapes=mapping.shapes | shapes, copies=mapping.copies | copies)
 
     def _as_published(self, stored: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
         """Return the files' tensors by their published names, which not all programs write. Raises
@@ -200,27 +210,30 @@ class HuggingFaceSource(Source):
             raise ReshardError(f"{self.path} {'; it '.join(parts)}{hint if missing == [head] else ''}")
         in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
         compressed = self.quant_method == compressed_tensors.METHOD
+        singles = {self._tensor_of(name) for name in single_numbers(self.model)}
+        whole = {self._tensor_of(name): dtype for name, dtype in whole_dtypes(self.model).items()}
         dtypes = {}
         for name, shape in expected.items():
             if name not in stored:
                 continue
             tensor = stored[name]
-            if not tensor.shape and shape == (1,):
-                raise ReshardError(
-                    f"{self.path}: {name} is a single number, which a refit moves, but what reads and writes files "
-                    f"does not: publish it with save_pretrained"
-                )
-            if tensor.shape != shape:
+            in_files = () if name in singles else shape
+            if tensor.shape != in_files:
                 raise ReshardError(
                     f"{self.path}: {name} has shape {list(tensor.shape)}, expected "
-                    f"{list(shape)} from config.json"
+                    f"{list(in_files)} from config.json"
                 )
             dtype = tensor.dtype
             coded = dtype.name.startswith("float8") or (compressed and dtype.name == "int8")
             if coded and name not in self.codes:
                 suffix = fp8_blocks.SCALE_SUFFIX if in_blocks else channels.SCALE_SUFFIX
                 raise ReshardError(f"{self.path}: {name} is {dtype.name} without {name}{suffix}")
-            if not dtype.floating and name not in self.codes:
+            if name in whole and dtype.name != whole[name]:
+                raise ReshardError(
+                    f"{self.path}: {name} has dtype {dtype.name}, and {family}'s class has whole numbers there, in "
+                    f"{whole[name]}: publish the model with save_pretrained"
+                )
+            if not dtype.floating and name not in self.codes and name not in whole:
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
             dtypes[name] = self.dequantize_to if name in self.codes else dtype
         towers = [name for name in carried if self.model.is_of_tower(name)]
@@ -377,10 +390,11 @@ class HuggingFaceSource(Source):
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return the tensors as the files have them: codes and scales apart, and views in place of
-        the tensors whose parts they are."""
+        the tensors whose parts they are; single numbers as vectors of one."""
         views = {n: info for n, info in self.tensors.items() if n not in self.stored and not self.is_coded(n)}
         parted = {self._tensor_of(name) for name in views}
-        return {n: TensorInfo(t.shape, t.dtype) for n, t in self.stored.items() if n not in parted} | views
+        whole = {n: TensorInfo(t.shape, t.dtype) for n, t in self.stored.items() if n not in parted}
+        return whole | {name: self.tensors[name] for name in single_numbers(self.model)} | views
 
     def is_coded(self, name: str) -> bool:
         """Return True for a canonical tensor that the files have as codes."""

@@ -23,7 +23,7 @@ with importing("vllm"):
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_switch
 from reshard.engines.loading.checkpoint import config_directory, megatron_directory
 from reshard.engines.loading.stored_boxes import read_boxes
@@ -32,7 +32,7 @@ from reshard.engines.vllm.load_format.boxes import plan_reading
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
 from reshard.engines.vllm.weights.supported import CACHE_METHOD, loading_method
 from reshard.megatron.parameters import expand
-from reshard.models.model import Model
+from reshard.models.without_table import any_model
 from reshard.storage.sources.base import read_config
 from reshard.storage.sources.opening import open_source
 from reshard.storage.sources.verify import check_listed
@@ -121,10 +121,12 @@ def _check_same_model(path: Path, model_config: ModelConfig) -> None:
     """Raise ReshardError if a Hugging Face directory is of another model than the engine's, by the
     shapes that their configs give."""
     try:
-        stored = Model.from_hf(read_config(path / "config.json"), str(path))
-        served = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
+        stored = any_model(read_config(path / "config.json"), str(path))
+        served = any_model(model_config.hf_config.to_dict(), "the engine's config")
     except ReshardError:
-        return  # without a config, or an architecture without a table
+        return  # without a config, or an architecture of which nobody knows the tensors
+    if stored.family.has_megatron_names != served.family.has_megatron_names:
+        return  # the tensors of the two have other names
     stored_shapes, served_shapes = (expand(replace(model, mtp_layers=0)).shapes for model in (stored, served))
     for name in (*stored_shapes, *served_shapes):
         if stored_shapes.get(name) != served_shapes.get(name):
@@ -140,11 +142,14 @@ def _check_same_model(path: Path, model_config: ModelConfig) -> None:
 
 def _check_complete(opened: OpenedWeights, model_config: ModelConfig) -> None:
     """Raise ReshardError if a checkpoint lacks tensors that the engine's model has by the mapping
-    table: vLLM's loaders would leave their layers as they are."""
+    table, or by transformers' class: vLLM's loaders would leave their layers as they are."""
     try:
-        model = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
-    except ReshardError:
-        return  # an architecture without a table
+        model = any_model(model_config.hf_config.to_dict(), "the engine's config")
+    except ReshardError as error:
+        logger.warning(
+            "whether %s has all of the model's tensors is not known: %s", opened.name, first_line(error)
+        )
+        return
     opened.check_complete(model)
 
 
