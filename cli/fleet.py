@@ -45,13 +45,15 @@ def lines(fleet: dict[str, Any]) -> list[str]:
     """Return a line on the fleet, and one on each engine."""
     engines, version = fleet["engines"], fleet["version"]
     current = [name for name, engine in engines.items() if engine["why"] is None]
-    said = "nothing was sent yet" if version is None else f"version {version}"
-    if fleet.get("found") is not None:
-        said += f", and engines serve version {fleet['found']} from before"
+    said, count = f"version {version}", f"{len(current)} of {len(engines)} engines have it"
+    if version is None:
+        said = "nothing was sent yet"
+        if fleet.get("found") is not None:
+            said += f", and engines serve version {fleet['found']} from before"
+        else:
+            count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     width = max(map(len, engines), default=0)
-    return [f"{said}: {len(current)} of {len(engines)} engines have it"] + [
-        f"  {name:{width}}  {_state(engine)}" for name, engine in engines.items()
-    ]
+    return [f"{said}: {count}"] + [f"  {name:{width}}  {_state(engine)}" for name, engine in engines.items()]
 
 
 def _state(engine: dict[str, Any]) -> str:

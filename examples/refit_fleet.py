@@ -67,7 +67,10 @@ class Server:
             "CUDA_VISIBLE_DEVICES": str(gpu),
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
-        log = ends.enter_context((Path(folder) / f"{name}.log").open("wb"))
+        if not torch.cuda.is_available():
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        self.log = Path(folder) / f"{name}.log"
+        log = ends.enter_context(self.log.open("wb"))
         self.process = subprocess.Popen(
             command, env=os.environ | variables, stdout=log, stderr=log, start_new_session=True
         )
@@ -77,7 +80,9 @@ class Server:
         """Wait until it answers."""
         while True:
             if self.process.poll() is not None:
-                sys.exit(f"{self.name} ended with exit code {self.process.returncode}: see its log")
+                *_, last = ["nothing", *self.log.read_text(errors="replace").split("\n")[:-1]]
+                code = self.process.returncode
+                sys.exit(f"{self.name} ended with exit code {code}; the last line of {self.log}: {last}")
             try:
                 call_route(self.url, "get_world_size", timeout=5)
             except ReshardError:

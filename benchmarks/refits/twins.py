@@ -3,8 +3,8 @@
     python -m benchmarks.refits.twins [--device cuda] [--model qwen3-8b] [--layers N] [--serve fp8_blocks int4 ...]
         [--times 3] [--json FILE]
 
-For each way to serve, three processes, which may share one GPU: a trainer of a transformers model, an engine that it
-refits, and a newcomer that starts with dummy weights and gets those of the engine
+For each way to serve, three processes: a trainer of a transformers model, an engine that it refits on the same GPU, and
+a newcomer, on the next GPU if there is one, that starts with dummy weights and gets those of the engine
 (`reshard.engines.workers.lending`), several times, at last while the engine generates. Random weights, in published
 shapes; on a CPU a small model.
 
@@ -12,11 +12,13 @@ Compared are the bits of every tensor that vLLM reaches from its model, and the 
 logprobs, exactly; and the same of both engines after another refit of both. Controls: before that the newcomer holds
 other bits and refuses to serve, a bit that is changed when all has arrived is found, and other weights say something
 else. Reported are the seconds from the first call to the newcomer's being ready, of these the transfer of bytes, and
-that as a ratio to a plain copy of as many bytes.
+that as a ratio to a plain copy of as many bytes; and the tokens a second of the engine that hands on, alone and
+meanwhile.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -178,6 +180,11 @@ def next_address(group: RefitGroup) -> str:
     return answers[TRAINER].decode()
 
 
+def gpu_of(rank: int) -> int:
+    """Return the number of the GPU of a rank: the newcomer has another one, if there is one."""
+    return int(rank == NEWCOMER and torch.cuda.device_count() > 1)
+
+
 def train(options: argparse.Namespace) -> dict:
     """Refit the engine; take part in bringing up the newcomer, without weights; then refit both with other weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -217,7 +224,7 @@ def train(options: argparse.Namespace) -> dict:
 def serve(options: argparse.Namespace) -> dict:
     """Run an engine's side."""
     os.environ.update(
-        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK=str(gpu_of(options.rank)), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=free_address("127.0.0.1").rpartition(":")[2],
     )  # fmt: skip
     from reshard.engines.vllm.live import VllmModel
@@ -236,6 +243,7 @@ class Side:
     """An engine, and what it says."""
 
     group: RefitGroup
+    asked = 0  # how often `tokens_while` has asked
 
     def __init__(self, options: argparse.Namespace, llm: Any, engine: Any, vocabulary: int) -> None:
         self.options, self.llm, self.engine, self.vocabulary = options, llm, engine, vocabulary
@@ -261,12 +269,15 @@ class Side:
         meet(self.group, "the engine is refitted")
         link.close()
         worker, said = Lender(engine), self.look()
+        alone, meanwhile = self.tokens_while(lambda: True, 1.0), []
         for turn in range(options.times + 2):
             address = next_address(self.group)
             worker.reshard_lend(
                 address, LENDER, 3, VERSION, timeout=400.0, secret=SECRET, backend=options.backend
             )
             thread = worker._reshard_lending._thread
+            if turn and turn < options.times:
+                meanwhile.append(self.tokens_while(thread.is_alive))
             while turn == options.times and thread.is_alive():
                 self.llm.reset_prefix_cache()
                 if spoken(self.llm, self.vocabulary) != said["said"] and said["repeats"]:
@@ -282,6 +293,8 @@ class Side:
             raise ReshardError("other weights say the same")
         return {
             "served": engine.quantized_layers(),
+            "tokens a second, alone": alone,
+            "meanwhile": statistics.median(meanwhile) if meanwhile else None,
             "says the same again": said["repeats"],
             "tensors compared": len(said["held"]),
             "logprobs compared": said["repeats"]
@@ -289,6 +302,30 @@ class Side:
             "tensors that differ": differing,
             "tensors that differ after the next refit": both,
         }
+
+    def tokens_while(self, goes_on: Callable[[], bool], seconds: float = math.inf) -> float:
+        """Return the tokens a second that the engine says while something goes on, or for so many seconds, answering
+        8 requests at a time."""
+        from vllm import SamplingParams
+
+        own, limit = (
+            self.llm.llm_engine,
+            SamplingParams(temperature=0, max_tokens=1 << 10, ignore_eos=True, detokenize=False),
+        )
+        self.asked += 1
+        names = [f"{self.asked} {number}" for number in range(8)]
+        for number, name in enumerate(names):
+            own.add_request(name, {"prompt_token_ids": [number, *range(5, 37)]}, limit)
+        own.step()  # the prompts
+        began, steps = time.monotonic(), 0
+        while goes_on() and time.monotonic() - began < seconds:
+            own.step()
+            steps += 1
+        took = time.monotonic() - began
+        own.abort_request(names)
+        while own.has_unfinished_requests():
+            own.step()
+        return steps * len(names) / took
 
     def bring_up(self) -> dict[str, Any]:
         """Get the weights, several times; return the seconds."""
@@ -413,14 +450,18 @@ def compared(group: RefitGroup, seen: dict[str, Any] | None) -> list[str]:
 
 
 def copied(size: int) -> float:
-    """Return the seconds of a plain copy of so many bytes on this GPU, the least of five."""
-    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    """Return the seconds of a plain copy of so many bytes from the other engine's GPU to this one's, the least of
+    five."""
+    source, target = (
+        torch.empty(size, dtype=torch.uint8, device=f"cuda:{gpu_of(rank)}") for rank in (LENDER, NEWCOMER)
+    )
     seconds = []
     for _ in range(5):
         torch.cuda.synchronize()
         began = time.monotonic()
         target.copy_(source)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(source.device)
+        torch.cuda.synchronize(target.device)
         seconds.append(time.monotonic() - began)
     return min(seconds)
 

@@ -4,7 +4,7 @@ import json
 import socket
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -43,6 +43,12 @@ class EngineServer:
 def is_address(place: Any) -> bool:
     """Return True for the address of a server, such as ``http://127.0.0.1:8000``."""
     return isinstance(place, str) and place.startswith(("http://", "https://"))
+
+
+def _why(error: Exception) -> str:
+    """Return why a server does not answer, without what urllib puts around it: ``Connection refused``."""
+    reason = error.reason if isinstance(error, URLError) and isinstance(error.reason, Exception) else error
+    return getattr(reason, "strerror", None) or first_line(reason)
 
 
 def checked_url(url: Any) -> str:
@@ -93,7 +99,7 @@ def call_route(
             text = first_line(cut_off)
         raise RefusedError(f"{url} answers /{route} with {error.code}: {text[:300]}", error.code) from error
     except (HTTPException, OSError, ValueError) as error:
-        raise ReshardError(f"{url} does not answer /{route} ({first_line(error)})") from error
+        raise ReshardError(f"{url} does not answer /{route} ({_why(error)})") from error
     try:
         if len(answer) > MOST_ANSWER:
             raise ValueError(f"more than {MOST_ANSWER:,} bytes")

@@ -83,7 +83,10 @@ def ask(address: str, call: str, timeout: float = 10.0, secret: str | None = Non
             f"the registry at {address} lets nobody in ({error}, or no registry is served there): {HOW}"
         ) from error
     except (OSError, ValueError, BrokenChannelError) as error:
-        raise ReshardError(f"no registry answers at {address} ({first_line(error)})") from error
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise ReshardError(
+            f"no registry answers at {address} ({why}): a trainer opens one with Fleet(source, ADDRESS, registry=True)"
+        ) from error
     if message is None:
         raise ReshardError(f"the registry at {address} does not answer within {timeout:g} s")
     if "error" in message.head:

@@ -19,6 +19,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from reshard.comm.background import in_background
 from reshard.comm.door import Door, held_door
 from reshard.comm.hosts import address_of, has_port, parsed
 from reshard.comm.ranks import on_first_rank
@@ -46,7 +48,7 @@ from reshard.integrations.switching import (
     roll_back_all,
     switch_all,
 )
-from reshard.integrations.vllm.transfer import EngineClient, HttpClient, WeightTransfer
+from reshard.integrations.vllm.transfer import EngineClient, HttpClient, WeightTransfer, check_takes
 from reshard.refit.link import RefitReport
 from reshard.refit.options import ConnectOptions
 from reshard.refit.pending.report import BegunReport
@@ -95,8 +97,8 @@ class Fleet:
     takes one that is free. At this `address` alone it listens until it is closed: all connections meet there, also
     several at once, and those in which an engine hands on weights. Each has a secret of its own, which engines get
     with the address, and by which the fleet knows whom a connection is for. `timeout` is how many seconds members wait
-    for one another, and so the most that an engine that hangs can cost a send. Further arguments are those of
-    `reshard.refit.connect`.
+    for one another: an engine that hangs costs a send so much, some 6 seconds in which it is asked for a sign of life,
+    and with `pausing` once more so much. Further arguments are those of `reshard.refit.connect`.
 
     With `registry` engines may be added and removed by others, and looked at: ``reshard fleet ADDRESS``, at the fleet's
     address for True, or another ``host:port`` of the first rank's host. Who asks knows the `secret`, or
@@ -200,6 +202,7 @@ class Fleet:
     def _join(self, url: str, name: str | None = None, sglang: bool = False) -> str:
         """Add the server at an address, in place of another of this name; see `add`."""
         client = SglangClient(url, name=name) if sglang else HttpClient(url, name=name)
+        check_takes(client, self.options.get("adapter"))
         chosen = name or client.url
         self._roster.put(chosen, client)
         self._look()
@@ -210,8 +213,10 @@ class Fleet:
     def add(self, client: EngineClient, name: str | None = None) -> str:
         """Take an engine along from the next send on. Return its name, by default that of its client, or its address.
 
-        Raises OptionError for a name that the fleet has.
+        Raises OptionError for a name that the fleet has, and for an engine that takes no adapters where the fleet sends
+        one.
         """
+        check_takes(client, self.options.get("adapter"))
         chosen = name or getattr(client, "name", None) or getattr(client, "url", None)
         if not chosen:
             raise OptionError(f"this {type(client).__name__} has no name: give name=")
@@ -298,8 +303,10 @@ class Fleet:
         connection = None if apart else self._for_beginning(together)
         why = "engines are to be connected, and serve different versions, or none"
         if connection is not None:
-            begun = connection.transfer.begin(how.known_version, verify)
-            why = next(filter(None, _from_all(begun.why)), "")
+            transfer = connection.transfer
+            begun, why = self._together(lambda: transfer.begin(how.known_version, verify))
+            if begun is not None:
+                why = next(filter(None, _from_all(begun.why)), "")
             self._begun = _Begun(connection, how)
             if why:
                 self._end_begun()
@@ -418,13 +425,27 @@ class Fleet:
         """Send all to these engines; see `send`."""
         reports: dict[str, RefitReport | BegunReport] = {}
         for names in [together, *([name] for name in apart)]:
-            reports |= self._bring(names, how)
+            claim = new_claim()
+            try:
+                reports |= self._bring(names, how, claim)
+            except BaseException:
+                self._break_off(names, how, claim)
+                raise
         sent = self._sent(how, reports)
         if (together or apart) and not reports:
             raise ReshardError(
                 f"version {sent.version} is not in {listed(map(_said, sent.behind.items()), 3)}"
             )
         return sent
+
+    def _break_off(self, names: Sequence[str], how: "_How", claim: int) -> None:
+        """Note that a send to these engines has ended halfway, as by a KeyboardInterrupt, and let requests that wait by
+        its `claim` run again. No rank waits for others here, which may not have been interrupted."""
+        for name in names:
+            self._members[name].lost("a send to it was broken off")
+        if how.pausing and self.is_first:
+            go_on = partial(Member.go_on, claim=claim, is_new=True)
+            wait([in_background(partial(go_on, self._members[name])) for name in names], self.timeout)
 
     def _sent(self, how: "_How", reports: Mapping[str, RefitReport | BegunReport]) -> FleetReport:
         """Note what the engines have, by the report of each that has the version; they bring up the others from now on.
@@ -465,11 +486,12 @@ class Fleet:
         if recovery is not None:
             recovery.stop()
 
-    def _bring(self, names: Sequence[str], how: _How) -> dict[str, RefitReport]:
-        """Refit these engines together; where that fails, those again that still answer, at last each by itself."""
+    def _bring(self, names: Sequence[str], how: _How, claim: int) -> dict[str, RefitReport]:
+        """Refit these engines together; where that fails, those again that still answer, at last each by itself. With
+        `how.pausing` the requests of each wait, by a `claim`, until no more is tried for it."""
         if not names:
             return {}
-        reports, failed, failure = self._attempt(names, how)
+        reports, failed, failure = self._attempt(names, how, claim)
         rest = [name for name in names if name not in reports and name not in failed]
         if failure and len(rest) == 1:
             failed |= {rest.pop(): failure}
@@ -478,6 +500,7 @@ class Fleet:
         for name in reports:
             self._members[name].refitted(how.known_version)
         if not rest:
+            self._go_on(failed, how, claim, is_new=False)
             return reports
         answering = self._roster.answering(rest)
         for name in rest:
@@ -488,29 +511,35 @@ class Fleet:
         # All answer, and one of them refuses: each finds out for itself.
         alone = not failed and len(answering) == len(rest)
         for group in [[name] for name in answering] if alone else [answering]:
-            reports |= self._bring(group, how)
+            reports |= self._bring(group, how, claim)
+        # Last, since one that hangs is waited for.
+        self._go_on([name for name in names if name not in {*reports, *answering}], how, claim, is_new=False)
         return reports
 
-    def _attempt(self, names: Sequence[str], how: _How) -> tuple[dict[str, RefitReport], dict[str, str], str]:
-        """Refit these engines together. Return the reports of those that have the weights, why single ones have
-        failed, and why all others have; these are disconnected."""
-        claim = new_claim()
+    def _attempt(
+        self, names: Sequence[str], how: _How, claim: int
+    ) -> tuple[dict[str, RefitReport], dict[str, str], str]:
+        """Refit these engines together, of which requests run again then. Return the reports of those that have the
+        weights, why single ones have failed, and why all others have; these are disconnected."""
         pause = partial(Member.pause, claim=claim)
         failed = self._roster.each(names, pause, self.timeout) if how.pausing else {}
         report, failure = None, ""
         if not failed:
             report, failure = self._together(lambda: self._transfer(names).send(how.version, how.verify))
-        if how.pausing:  # also after a failure: engines then answer those who wait that they may not serve
-            is_new = report is not None
-            resumed = self._roster.each(
-                names, partial(Member.go_on, claim=claim, is_new=is_new), self.timeout
-            )
-            failed |= resumed if report is not None else {}
+        if report is not None:
+            failed |= self._go_on(names, how, claim, is_new=True)
         if report is None or failed:
             self._disconnect(names)
         if report is None:
             return {}, failed, failure
         return {name: report for name in names if name not in failed}, failed, ""
+
+    def _go_on(self, names: Collection[str], how: _How, claim: int, is_new: bool) -> dict[str, str]:
+        """Let requests of engines run again that wait by a claim: one that has failed then answers them that it may not
+        serve. Return why some do not."""
+        if not how.pausing or not names:
+            return {}
+        return self._roster.each([*names], partial(Member.go_on, claim=claim, is_new=is_new), self.timeout)
 
     def _for_beginning(self, names: Sequence[str]) -> _Connection | None:
         """Return the connection of these engines together, made now where all of them serve the fleet's version; None
@@ -564,12 +593,15 @@ class Fleet:
             raise ReshardError(f"nobody can meet at {self.address} ({first_line(error)})") from error
 
     def _together(self, part: Callable[[], Result]) -> tuple[Result | None, str]:
-        """Return what all ranks do together, or why one of them could not."""
+        """Return what all ranks do together, or why one of them could not, whatever it raised: others would wait."""
         result, failure = None, ""
         try:
             result = part()
         except ReshardError as error:
             failure = str(error)
+        except Exception as error:  # of the trainer's own, such as one of torch
+            failure = f"{type(error).__name__}: {first_line(error)}"
+            log.warning("this rank's part of a send failed", exc_info=True)
         failures = [each for each in _from_all(failure) if each]
         return (None, failures[0]) if failures else (result, "")
 

@@ -68,6 +68,7 @@ class Member:
     has_failed: bool = False  # since it was last refitted
     has_restarted: bool = False  # since it was connected
     _paused_by: set[int] = field(default_factory=set)  # claims
+    _ended: set[int] = field(default_factory=set)  # claims that no longer pause it: a call may come late
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)  # of these, and while it resumes
 
     @property
@@ -86,23 +87,40 @@ class Member:
         self.why = "it no longer serves the weights that it got: it was started again, or got others"
 
     def pause(self, claim: int) -> None:
-        """Let no request run until `go_on` with the same claim (`new_claim`), as far as its client can."""
+        """Let no request run until `go_on` with the same claim (`new_claim`), as far as its client can; where that is
+        so by this claim, or was called before this, do nothing."""
         with self._lock:
+            if claim in self._ended:
+                return
+            is_paused = claim in self._paused_by
             self._paused_by.add(claim)
-        if hasattr(self.client, "pause"):
+        if is_paused or not hasattr(self.client, "pause"):
+            return
+        try:
             self.client.pause()
+        finally:
+            with self._lock:
+                # Meanwhile it was to go on, and may have been paused after that.
+                if claim in self._ended:
+                    self._resume(claim)
 
     def go_on(self, claim: int, is_new: bool) -> None:
         """Let requests run again, unless a later claim has them paused, which lets them go on; drop before what was
-        computed from the old weights if there are new ones. A call that comes late so ends no pause but its own."""
+        computed from the old weights if there are new ones. A call that comes late so ends no pause but its own, and
+        one that comes before its pause, or during it, ends it, too."""
         try:
             if is_new and hasattr(self.client, "reset_prefix_cache"):
                 self.client.reset_prefix_cache()
         finally:
             with self._lock:
                 self._paused_by.discard(claim)
-                if hasattr(self.client, "resume") and claim > max(self._paused_by, default=0):
-                    self.client.resume()
+                self._ended.add(claim)
+                self._resume(claim)
+
+    def _resume(self, claim: int) -> None:
+        """Let requests run again that a claim had waiting, unless a later one has."""
+        if hasattr(self.client, "resume") and claim > max(self._paused_by, default=0):
+            self.client.resume()
 
     def state(self) -> dict[str, Any]:
         """Return what all ranks have to know of it."""

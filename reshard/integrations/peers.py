@@ -75,7 +75,8 @@ class Recovery:
         self._lock = Lock()
         self._meeting: Meeting | None = None  # of those that are under way
         self._again: dict[str, float] = {}  # when to try an engine next
-        self._asked: dict[str, Future[Held | None]] = {}  # what engines serve, as they say
+        # What engines serve, as they say, with who was asked: another may have the name since.
+        self._asked: dict[str, tuple[Member, Future[Held | None]]] = {}
         self._watch_at = time.monotonic() + WATCH_SECONDS
         self._thread = Thread(target=self._run, name="reshard-recovery", daemon=True)
         self._thread.start()
@@ -139,14 +140,20 @@ class Recovery:
             for name, member in self.members().items()
             if member.version is not None and member.version == self.how.version and member.hands_on
         }
+        self._asked = {name: one for name, one in self._asked.items() if asked.get(name) is one[0]}
         for name, member in asked.items():
             if name not in self._asked:
-                self._asked[name] = in_background(partial(member.client.holds, self.how.adapter))
-        wait(self._asked.values(), WATCH_SECONDS)
-        for name, member in asked.items():
+                self._asked[name] = member, self._ask(member)
+        wait([answer for _, answer in self._asked.values()], WATCH_SECONDS)
+        for name, (member, answer) in [*self._asked.items()]:
             with self._lock:
-                if not self._stopped and self._asked[name].done():
-                    self._note(member, self._asked.pop(name))
+                if not self._stopped and answer.done():
+                    del self._asked[name]
+                    self._note(member, answer)
+
+    def _ask(self, member: Member) -> "Future[Held | None]":
+        """Ask an engine what it serves."""
+        return in_background(partial(member.client.holds, self.how.adapter))
 
     def _note(self, member: Member, answer: "Future[Held | None]") -> None:
         """Note what an engine that had the version says that it serves."""
@@ -159,8 +166,9 @@ class Recovery:
             member.restarted()
 
     def _try(self, member: Member) -> None:
-        """Bring an engine up from the first of its peers that can do that."""
-        if not self._counts_workers(member):
+        """Bring an engine up from the first of its peers that can do that, if it does not serve the version already, as
+        one that has joined again."""
+        if self._serves_it(member) or not self._counts_workers(member):
             return
         for peer in [one for one in self.members().values() if one.version == self.how.version]:
             if self._stopped:
@@ -169,6 +177,19 @@ class Recovery:
                 continue
             if self._brings_up(member, peer):
                 return
+
+    def _serves_it(self, member: Member) -> bool:
+        """Return whether an engine says that it serves the version, and note that."""
+        answer = self._ask(member)
+        wait([answer], WATCH_SECONDS)
+        held = answer.result() if answer.done() and answer.exception() is None else None
+        if held is None or not held.origin or held != (self.how.version, self.how.origin):
+            return False
+        with self._lock:
+            if not self._stopped:  # else a send says what becomes of it
+                member.version, member.origin = held
+                member.why = ""
+        return True
 
     def _counts_workers(self, member: Member) -> bool:
         """Ask an engine how many workers it has; return whether it has said that."""

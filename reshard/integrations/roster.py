@@ -29,15 +29,19 @@ class Roster:
         self._lock = Lock()
 
     def put(self, name: str, client: Any) -> None:
-        """Add an engine, in place of another of this name."""
+        """Add an engine, in place of another of this name or at its address."""
         with self._lock:
+            self._changes += [(other, None) for other in self._others_at(client, name)]
             self._changes.append((name, Member(name, client)))
 
     def add(self, name: str, client: Any) -> None:
-        """Add an engine. Raises OptionError for a name that there is."""
+        """Add an engine. Raises OptionError for a name that there is, and for an address that has another one: under
+        two names an engine would be brought up from itself."""
         with self._lock:
             if name in self._changed():
                 raise OptionError(f"the fleet has an engine {name}: remove it first, or give another name")
+            for other in self._others_at(client, name):
+                raise OptionError(f"the fleet has the engine at {client.url} as {other}: remove that first")
             self._changes.append((name, Member(name, client)))
 
     def remove(self, name: str) -> None:
@@ -62,6 +66,15 @@ class Roster:
             else:
                 members[name] = member
         return members
+
+    def _others_at(self, client: Any, name: str) -> list[str]:
+        """Return the other names that the engine at a client's address has."""
+        url = getattr(client, "url", None)
+        return [
+            other
+            for other, member in self._changed().items()
+            if url is not None and other != name and getattr(member.client, "url", None) == url
+        ]
 
     def follow(self) -> list[str]:
         """Add and remove members as the first rank was told to, on all ranks; return the names of those whose

@@ -15,7 +15,7 @@ from reshard.engines.sglang.calls import (
 )
 from reshard.engines.workers.actions import BEGIN, DROP, HOLDS, REFIT, ROLL_BACK, SWITCH
 from reshard.integrations.members import Held
-from reshard.integrations.vllm.transfer import held_by
+from reshard.integrations.vllm.transfer import check_takes, held_by
 from reshard.refit.options import check_member_name
 
 START_IT = "start it with reshard installed where SGLang is"
@@ -26,6 +26,7 @@ class SglangClient(EngineServer):
     engine by its `name`, such as that of its pod."""
 
     hands_on = True  # see `reshard.integrations.members.Member.hands_on`
+    takes_adapters = False  # see `reshard.integrations.vllm.transfer.check_takes`
 
     def __init__(self, url: str, timeout: float = 600.0, name: str | None = None) -> None:
         check_seconds(timeout, "timeout of SglangClient")
@@ -44,9 +45,8 @@ class SglangClient(EngineServer):
 
     def serves(self, adapter: str | None = None) -> int | None:
         """Return the version of the weights as SGLang tells it; None for one that is no number, such as of weights that
-        it has loaded. Raises ReshardError for an `adapter`: SGLang's are not refitted."""
-        if adapter is not None:
-            raise ReshardError(f"{self.url} is an SGLang, whose adapters are not refitted")
+        it has loaded. Raises OptionError for an `adapter`: SGLang's are not refitted."""
+        check_takes(self, adapter)
         answer = self._call("GET", "model_info")
         if not isinstance(answer, dict) or "weight_version" not in answer:
             raise ReshardError(f"{self.url} does not say which version it serves: use a newer SGLang")
@@ -55,7 +55,7 @@ class SglangClient(EngineServer):
 
     def holds(self, adapter: str | None = None) -> Held | None:
         """Return what it serves, as SGLang and its first scheduler tell it; None if they tell no version, or different
-        ones. Raises ReshardError for an `adapter`."""
+        ones. Raises OptionError for an `adapter`."""
         version = self.serves(adapter)
         if version is None:
             return None

@@ -4,7 +4,8 @@
 
 Each piece is cut where others begin and end in the same shard: by rows first, and each strip of rows that this makes by
 the columns of those that reach it. So parts that overlap are equal, and `reshard.refit.relays` has them passed on. What
-goes in blocks, or in an engine's rounds, is left as it is: its requests say where in the engine it goes. Pure.
+goes in blocks is cut where none of those that want it would have a block in two parts, and what goes in an engine's
+rounds is left as it is: its requests say when it comes there. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from reshard.refit.codecs import SIDES
 from reshard.refit.copying.addresses import (
+    BLOCK_REQUEST_COLUMNS,
     COLUMN_COUNT,
+    DESTINATION,
     FIRST_COLUMN,
     FIRST_ROW,
     REQUEST_CODEC,
     REQUEST_COLUMNS,
     ROW_COUNT,
     SHARD,
+    STAGED_ROUND,
+    UNSTAGED,
+    as_alike,
 )
 from reshard.refit.copying.tables import TILE_BYTES
 from reshard.refit.relays import Alike, length_of, numbered
@@ -58,18 +65,33 @@ def no_cuts() -> np.ndarray:
 
 
 def parts_of(requests: np.ndarray, cuts: np.ndarray) -> Parts:
-    """Cut the pieces of requests; each element is in one part of its piece.
+    """Cut the pieces of requests; each element is in one part of its piece. Pieces of which a block would be in two
+    parts stay whole.
 
     >>> whole = np.array([[0, 0, 0, 8, 6, 0]])
     >>> parts_of(whole, np.array([[0, 0, OF_ROWS, 4], [0, 0, 4, 2], [1, 0, OF_ROWS, 3]])).requests.tolist()
     [[0, 0, 0, 4, 6, 0], [0, 4, 0, 4, 2, 0], [0, 4, 2, 4, 4, 0]]
     """
-    if not len(cuts) or not _can_be_cut(requests):
+    can_be_cut = _can_be_cut(requests)
+    parts = _parts_of(requests, can_be_cut, cuts)
+    in_two = parts.origin[_within_blocks(requests[parts.origin], parts.requests)]
+    if len(in_two):
+        can_be_cut[in_two] = False
+        parts = _parts_of(requests, can_be_cut, cuts)
+    return parts
+
+
+def _parts_of(requests: np.ndarray, can_be_cut: np.ndarray, cuts: np.ndarray) -> Parts:
+    """Cut those of requests that are in a mask."""
+    if not len(cuts) or not can_be_cut.any():
         return Parts(np.arange(len(requests)), requests)
+    pieces, rest = np.flatnonzero(can_be_cut), np.flatnonzero(~can_be_cut)
     by_rows = cuts[:, CUT_STRIP] == OF_ROWS
-    strips = _cut_by_rows(requests, cuts[by_rows][:, [CUT_SHARD, CUT_CODEC, CUT_AT]])
+    strips = _cut_by_rows(requests[pieces], cuts[by_rows][:, [CUT_SHARD, CUT_CODEC, CUT_AT]])
     parts = _cut_by_columns(strips.requests, cuts[~by_rows])
-    return Parts(strips.origin[parts.origin], parts.requests)
+    origin = np.concatenate([pieces[strips.origin[parts.origin]], rest])
+    order = np.argsort(origin, kind="stable")
+    return Parts(origin[order], np.concatenate([parts.requests, requests[rest]])[order])
 
 
 def cuts_among(requests: Sequence[np.ndarray], itemsizes: np.ndarray, least_bytes: int) -> np.ndarray:
@@ -84,9 +106,12 @@ def cuts_among(requests: Sequence[np.ndarray], itemsizes: np.ndarray, least_byte
     >>> len(cuts_among([whole, half, other], np.array([2]), 49)), len(cuts_among([half, other], np.array([2]), 1))
     (0, 0)
     """
-    wanted = [pieces for pieces in requests if len(pieces) and _can_be_cut(pieces)]
+    wanted = [pieces[_can_be_cut(pieces)] for pieces in requests]
+    wanted = [pieces for pieces in wanted if len(pieces)]
     if len(wanted) < 2:
         return no_cuts()
+    if len({pieces.shape[1] for pieces in wanted}) > 1:
+        wanted = [_with_destinations(pieces) for pieces in wanted]
     pieces = np.concatenate(wanted)
     who = np.repeat(np.arange(len(wanted)), [*map(len, wanted)])
     contended = _contended(pieces)
@@ -105,6 +130,7 @@ def cuts_among(requests: Sequence[np.ndarray], itemsizes: np.ndarray, least_byte
     gain = _spared(cells.requests, who[origin], of_cell, count) - _spared(pieces, who, shard, count)
     size = np.bincount(shard, elements_of(pieces), count) * itemsize
     chosen = (gain > 0) & (size >= least_bytes * np.bincount(of_cell, minlength=count))
+    chosen[of_cell[_within_blocks(pieces[origin], cells.requests)]] = False
 
     # Of the borders those that cut something: where a part begins, and its piece does not.
     is_inner = np.diff(strips.origin, prepend=-1) == 0
@@ -130,8 +156,31 @@ def most_lines(
     return max(sum(fed.values()), *(2 * trainers * len(of_rank.ranks) for of_rank in alike.values()))
 
 
-def _can_be_cut(requests: np.ndarray) -> bool:
-    return requests.shape[1] == REQUEST_COLUMNS
+def _can_be_cut(requests: np.ndarray) -> np.ndarray:
+    """Return a mask of the pieces that come in none of the engine's rounds."""
+    if requests.shape[1] == REQUEST_COLUMNS:
+        return np.ones(len(requests), bool)
+    mask: np.ndarray = requests[:, STAGED_ROUND] == UNSTAGED
+    return mask
+
+
+def _with_destinations(requests: np.ndarray) -> np.ndarray:
+    """Return requests of which all say where they go; those that did not go anywhere."""
+    if requests.shape[1] == BLOCK_REQUEST_COLUMNS:
+        return requests
+    added = np.zeros((len(requests), BLOCK_REQUEST_COLUMNS - REQUEST_COLUMNS), np.int64)
+    added[:, -1] = UNSTAGED
+    return np.concatenate([requests, added], 1)
+
+
+def _within_blocks(pieces: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Return a mask of the parts that begin within a block of their pieces, which are given for each."""
+    if pieces.shape[1] == REQUEST_COLUMNS:
+        return np.zeros(len(pieces), bool)
+    begins, side = parts[:, DESTINATION][:, 1:], SIDES[parts[:, REQUEST_CODEC]][:, None]
+    is_inner = begins != pieces[:, DESTINATION][:, 1:]
+    mask: np.ndarray = (is_inner & (begins % side != 0)).any(1)
+    return mask
 
 
 def _distinct(rows: np.ndarray) -> np.ndarray:
@@ -169,7 +218,7 @@ def _overlapping(key: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.n
 
 def _spared(pieces: np.ndarray, who: np.ndarray, shard: np.ndarray, shards: int) -> np.ndarray:
     """Return how many elements of each shard are not sent again, since several want the same piece."""
-    piece = numbered(pieces)
+    piece = numbered(as_alike(pieces))
     pairs = _distinct(np.stack([piece, who], 1))
     again = np.bincount(pairs[:, 0]) - 1
     elements, of_shard = np.zeros(len(again), np.int64), np.zeros(len(again), np.int64)
@@ -214,4 +263,7 @@ def _cut(pieces: np.ndarray, keys: list[int], first: int, count: int, cuts: np.n
     parts[:, count] = (
         np.where(last, ends[origin], positions[np.minimum(index, len(at) - 1)]) - parts[:, first]
     )
+    if parts.shape[1] == BLOCK_REQUEST_COLUMNS:
+        goes_to = DESTINATION.start + (1 if first == FIRST_ROW else 2)
+        parts[:, goes_to] += parts[:, first] - begins[origin]
     return Parts(origin, parts)

@@ -31,7 +31,7 @@ class Guard:
     what `losses` was when the engine last loaded all weights itself, which it has done `loads` times since it started;
     `NEVER` if the weights may have been lost before the guard was made, which then `was_whole` denies. `writes` counts
     all that may have changed the weights: refits that were begun, losses, and what others wrote or the engine loaded;
-    `other_writes` the last two.
+    `other_writes` the last two. `moves` counts how often the engine itself has moved weights from one place to another.
     """
 
     engine: str
@@ -47,6 +47,7 @@ class Guard:
     loaded_at: int = field(init=False)
     writes: int = 0
     other_writes: int = 0
+    moves: int = 0
     shared: bool = False
     origin: str = ""
     since: float = field(default_factory=time.time)
@@ -81,6 +82,12 @@ class Guard:
         self.end_readers()
         self.version, self.origin = None, ""
         self.writes, self.other_writes = self.writes + 1, self.other_writes + 1
+
+    def moving(self) -> None:
+        """Note that the engine is about to move weights, as experts by their load: who reads them for others would find
+        some where others were."""
+        self.end_readers()
+        self.moves += 1
 
     def end_readers(self) -> None:
         """Have nobody read the weights for others from now on: they will be written, or lose their memory. Ends all

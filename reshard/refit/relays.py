@@ -12,12 +12,14 @@ all; all then find the same lines. Pure.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.core.errors import ReshardError, listed
+from reshard.refit.copying.addresses import NO_DESTINATION, as_alike, sharing_blocks
 
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 RELAYS = (AUTO, ALWAYS, NEVER)
@@ -83,7 +85,7 @@ def alike_in(requests: Mapping[int, np.ndarray], digests: Mapping[int, bytes]) -
         groups[digests[rank]].append(rank)
     members = [*groups.values()]
     widest = max((requests[ranks[0]].shape[1] for ranks in members), default=0)
-    keys = [_keys(requests[ranks[0]], widest) for ranks in members]
+    keys = [_keys(as_alike(requests[ranks[0]]), widest) for ranks in members]
     if not keys:
         return {}
     owners = np.repeat(np.arange(len(keys)), [*map(len, keys)])
@@ -104,15 +106,29 @@ def alike_in(requests: Mapping[int, np.ndarray], digests: Mapping[int, bytes]) -
 
 
 def _keys(rows: np.ndarray, width: int) -> np.ndarray:
-    """Return what tells pieces apart: their rows, each with how many equal ones came before it."""
-    filled = np.full((len(rows), width + 1), -1, np.int64)
+    """Return what tells pieces apart: their rows, each with those that it makes blocks with, and with how many equal
+    ones came before it."""
+    filled = np.full((len(rows), width + 2), NO_DESTINATION, np.int64)
     filled[:, : rows.shape[1]] = rows
+    filled[:, width + 1] = _company(rows)
     order = np.lexsort(rows.T[::-1])
     is_new = np.ones(len(rows), bool)
     is_new[1:] = (rows[order][1:] != rows[order][:-1]).any(1)
     first = np.maximum.accumulate(np.where(is_new, np.arange(len(rows)), 0))
     filled[order, width] = np.arange(len(rows)) - first
     return filled
+
+
+def _company(rows: np.ndarray) -> np.ndarray:
+    """Return a number of what each piece may share a block with: the others of its tensor, as in `as_alike`, that have
+    parts of blocks. A block is made of all that a line brings of it, so they are alike together or not at all."""
+    company = np.zeros(len(rows), np.int64)
+    for pieces in sharing_blocks(rows):
+        together = rows[pieces]
+        together = together[np.lexsort(together.T[::-1])]
+        digest = blake2b(np.ascontiguousarray(together).tobytes(), digest_size=8).digest()
+        company[pieces] = int.from_bytes(digest, "little") >> 2
+    return company
 
 
 def numbered(rows: np.ndarray) -> np.ndarray:
@@ -164,7 +180,7 @@ def streams_of(
     for line, parts in pieces_in.items():
         together = np.sort(np.concatenate(parts))
         if len(line.ranks) > 1:  # others may ask in another order
-            together = together[np.lexsort(requests[together].T[::-1])]
+            together = together[np.lexsort(as_alike(requests[together]).T[::-1])]
         streams[line] = together
     return streams
 

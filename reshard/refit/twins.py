@@ -19,7 +19,9 @@ from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.models.model import Model
 from reshard.refit.engine import Engine
+from reshard.refit.lora.sides import AdaptedEngine, AdapterEngine
 from reshard.refit.protocol.encoding import pack_json, readable, unpack_json
+from reshard.refit.served import ServedWeights
 
 TWINS = b"twins "  # begins facts that say an arrangement; others are compressed
 BYTES = torch.uint8
@@ -267,7 +269,17 @@ class Twin(Engine):
         differences = [(who, own.difference(one)) for who, one in alike.items()]
         if not alike:
             who, other = next(iter(offered.items()))
-            differences = [(who, f"this rank has {own.rank}, and no rank there has that, but {other.rank}")]
+            # What has to be the same beside tensors is told by arrangements alone, which no rank there has for a part
+            # that is served as it was published.
+            differences = [
+                (
+                    who,
+                    f"this rank has {own.rank}, and no rank there has that, but {other.rank}"
+                    if self.engine.not_as_published()
+                    else f"this rank has {own.rank} as it was published, or no tensor, and no rank there has that in a "
+                    "form of its own; engines that have one on some ranks alone hand on nothing",
+                )
+            ]
         for who, difference in differences:
             if difference:
                 raise ReshardError(
@@ -299,6 +311,12 @@ class Twin(Engine):
         """Give back what the engine took."""
         self.engine.disconnect()
 
+    def adapter(self, name: str) -> AdapterEngine:
+        """Return the adapter that the engine serves by a name above these weights; see `AdaptedEngine.adapter`."""
+        if not isinstance(self.engine, AdaptedEngine):
+            raise ReshardError(f"this {self.guard.engine} serves no LoRA adapters that a refit can bring")
+        return self.engine.adapter(name)
+
     # For logs
 
     def quantized_layers(self) -> list[dict[str, Any]]:
@@ -310,10 +328,12 @@ class Twin(Engine):
         return self.engine.tensor_accounts()
 
 
-def handed_on_by(engine: Engine) -> Engine:
+def handed_on_by(engine: Engine) -> ServedWeights:
     """Return what an engine's rank hands on: its weights as they were published, if it holds them so, else as it serves
     them. Raises ReshardError if it can do neither."""
-    return Twin(engine) if engine.not_as_published() and isinstance(engine, TwinEngine) else engine
+    if engine.not_as_published() and isinstance(engine, TwinEngine):
+        return Twin(engine)
+    return engine.held_still()
 
 
 def taking(engine: Engine, facts: Mapping[str, bytes]) -> Engine:

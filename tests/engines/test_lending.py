@@ -11,6 +11,8 @@ import torch
 
 from reshard.comm.door import held_door
 from reshard.core.errors import ReshardError
+from reshard.engines.sglang.worker import SchedulerMethods
+from reshard.engines.vllm.worker import RefitExtension
 from reshard.engines.workers.lending import LentBelow
 from reshard.refit import RefitGroup, connect
 from reshard.refit.link import Link
@@ -117,13 +119,45 @@ def test_a_write_after_the_meeting_is_over_waits_for_the_reader_alone(held, monk
     secret = door.invite(20) if door else None  # or whoever comes before the first member is sent away
     said = handed_on(worker, Newcomer(ROWS), "staged", port=port, secret=secret, ends=True)
     assert said == ["no error", "no error"]
-    thread = worker._reshard_lending._thread
-    assert thread.is_alive()
+    lending = worker._reshard_lending
+    thread = lending._thread
+    while lending.is_in(f"127.0.0.1:{port}", secret):
+        time.sleep(0.01)
+    assert thread.is_alive(), "it is in no meeting any more before it has closed its link"
     began = time.monotonic()
     worker.engine.guard.invalidate("half of a model")
     assert not thread.is_alive() and time.monotonic() - began < 5
     if door is not None:
         door.release()
+
+
+@pytest.mark.parametrize("methods", [RefitExtension, SchedulerMethods], ids=["vllm", "sglang"])
+def test_an_engine_takes_nothing_from_itself_and_goes_on_handing_on(methods, monkeypatch):
+    """As where a fleet has it under two addresses."""
+    monkeypatch.setattr("reshard.engines.sglang.compat.rank_in_engine", lambda _: 0)
+    monkeypatch.setattr(SchedulerMethods, "_reshard_guard", lambda _: None)
+    monkeypatch.setattr("reshard.engines.sglang.compat.has_stages", lambda _: False)
+
+    class Both(Worker, methods):
+        pass
+
+    worker, newcomer, port, secret = Both(), Newcomer(ROWS), free_port(), "one secret of all members, " * 2
+    said, closed = [], []
+    to_close = SimpleNamespace(close=lambda: closed.append("link"))
+    worker._reshard_link = SimpleNamespace(close=to_close.close, group=to_close)
+
+    def connected() -> str:
+        options = {"secret": secret, "timeout": 0.5}
+        return caught(lambda: worker.reshard_connect(f"127.0.0.1:{port}", 2, 3, **options))
+
+    newcomer.before = lambda: said.append((connected(), [*closed]))
+    assert handed_on(worker, newcomer, port=port, secret=secret, ends=True) == ["no error", "no error"]
+    [(refused, closed_by)] = said
+    assert "is the one that hands on version 3" in refused and "takes nothing from itself" in refused
+    assert not closed_by and (worker.engine.ready, worker.engine.version) == (True, 3)
+    assert torch.equal(newcomer.weight, worker.engine.weight)
+    worker._reshard_lending._thread.join()
+    assert "itself" not in connected() and closed, "another meeting at that address is none of its own"
 
 
 def test_a_reader_that_cannot_be_ended_keeps_no_other_from_being_ended():

@@ -1,19 +1,24 @@
 """Engines of a fleet that come while a trainer is new, or number its versions anew: what others hand on to them."""
 
+import _thread
 import multiprocessing
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
+from unittest import mock
 
 import pytest
 import torch
 
 from reshard.cli.fleet import lines
 from reshard.comm.http import call_route
+from reshard.core.errors import OptionError, ReshardError
+from reshard.integrations import SglangClient
 from reshard.integrations.fleet import Fleet
-from reshard.integrations.vllm.transfer import HttpClient
+from reshard.integrations.members import new_claim
+from reshard.integrations.vllm.transfer import HttpClient, WeightTransfer
 from tests.campaigns.fleet import ROWS, Pod, crc
 from tests.refit.test_transports import OneShard
 
@@ -131,6 +136,7 @@ def test_before_a_new_trainer_sends_engines_that_are_behind_or_new_get_what_the_
         lines(said)[0]
         == "nothing was sent yet, and engines serve version 5 from before: 3 of 3 engines have it"
     )
+    assert lines(said | {"found": None})[0] == "nothing was sent yet: 3 engines"
     report = fleet.send()
     assert report.version == 6 and {*report.reports} == {"one", "two", "three"}
     assert [served(pod) for pod in pods] == [(6, new)] * 3
@@ -314,4 +320,155 @@ def test_numbers_that_do_not_go_up_have_another_origin_and_those_after_them_the_
         assert same[0] == same[1] != same[2] == same[3] != same[4] == same[5]
     assert len(set(origins)) == 3
     assert fleet.send().version == 10
+    fleet.close()
+
+
+def test_an_sglang_is_refused_before_anything_is_sent_where_the_trainer_sends_an_adapter():
+    url = "http://127.0.0.1:1"
+    said = f"{url} is an SGLang, whose LoRA adapters are not refitted: serve adapter 'policy' with a vLLM"
+    fleet = Fleet(None, "127.0.0.1", adapter="policy", peers=False)
+    with pytest.raises(OptionError, match=said):
+        fleet.add(SglangClient(url))
+    with pytest.raises(OptionError, match=said):
+        fleet._join(url, sglang=True)
+    fleet.add(HttpClient(url))
+    assert fleet.names() == [url]
+    fleet.close()
+    with pytest.raises(OptionError, match=said):
+        WeightTransfer(None, [HttpClient(url), SglangClient(url)], "127.0.0.1:1", adapter="policy")
+    plain = Fleet(None, "127.0.0.1", peers=False)
+    assert plain.add(SglangClient(url)) == url
+    plain.close()
+
+
+class Noting(HttpClient):
+    """An engine's client that notes when requests wait, and what is served when they run again. With `dies` its engine
+    is killed in the middle of the next update."""
+
+    def __init__(self, pod: Pod) -> None:
+        super().__init__(pod.url, timeout=30, name=pod.name)
+        self.pod, self.dies, self.calls = pod, False, []
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+        if not self.dies:
+            self.calls.append(served(self.pod))
+
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        self.calls.append("reset")
+
+    def update_weights(self, update_info: dict) -> None:
+        if self.dies:
+            self.pod.signal(signal.SIGKILL)
+        super().update_weights(update_info)
+
+
+def sent_once(pods: list[Pod]) -> tuple[OneShard, Fleet, list[Noting]]:
+    """A trainer, its fleet of these engines after a send that has paused them, and their clients."""
+    source, clients = OneShard(0, ROWS), [Noting(pod) for pod in pods]
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    for client in clients:
+        fleet.add(client)
+    drawn(source)
+    fleet.send(0, pausing=True)
+    return source, fleet, clients
+
+
+def test_requests_wait_on_while_another_engine_dies_in_the_middle_of_a_send(pods):
+    """Until their engine has all of the new weights: none runs into one whose weights are not whole."""
+    source, fleet, clients = sent_once(pods)
+    for client in clients:
+        client.calls.clear()
+    clients[1].dies = True
+    new = drawn(source)
+    report = fleet.send(1, pausing=True)
+    assert {*report.reports} == {"one", "three"} and [*report.behind] == ["two"], report
+    for client in (clients[0], clients[2]):
+        assert client.calls == ["pause", "reset", "resume", (1, new)], client.calls
+    assert clients[1].calls.count("resume") == 1, "it may only have seemed to be dead"
+    fleet.close()
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_send_that_ends_by_no_error_of_ours_lets_requests_run_and_says_nothing_of_what_engines_have(
+    ends, pods
+):
+    """And the next one brings all engines what it sends, by the same number, too."""
+    source, fleet, clients = sent_once(pods)
+    new = drawn(source)
+    with (
+        mock.patch.object(source, "check_current", side_effect=ends("as torch says")),
+        pytest.raises(
+            KeyboardInterrupt if ends is KeyboardInterrupt else ReshardError, match="as torch says"
+        ),
+    ):
+        fleet.send(1, pausing=True)
+    for client in clients:
+        assert client.calls.count("pause") == client.calls.count("resume") == 2, client.calls
+    said = fleet.describe()["engines"]
+    assert all(said[pod.name]["version"] != 1 and said[pod.name]["why"] for pod in pods), said
+    assert {*fleet.send(1).reports} == {"one", "two", "three"}
+    assert all(served(pod) == (1, new) for pod in pods)
+    fleet.close()
+
+
+def test_a_send_that_is_interrupted_while_engines_are_paused_leaves_none_paused(pods):
+    """Also one whose pause is under way then, and comes after its requests were to run again, or begins so late."""
+    _, fleet, [client] = sent_once(pods[:1])
+    pausing, let_go = Event(), Event()
+    note = client.pause
+
+    def late(*arguments: object) -> None:
+        pausing.set()
+        _thread.interrupt_main()
+        assert let_go.wait(TIMEOUT)
+        note()
+
+    with mock.patch.object(client, "pause", late), pytest.raises(KeyboardInterrupt):
+        fleet.send(1, pausing=True)
+    assert pausing.is_set()
+    let_go.set()
+
+    def calls() -> list[str]:
+        return [call for call in client.calls if call in ("pause", "resume")]
+
+    assert until(lambda: calls()[2:] == ["resume", "pause", "resume"]), client.calls
+
+    member, claim, later = fleet._members[pods[0].name], new_claim(), new_claim()
+    client.calls.clear()
+    member.go_on(claim, is_new=False)
+    member.pause(claim)
+    assert calls() == ["resume"], "a claim that has ended pauses nobody"
+    member.pause(later)
+    member.go_on(later, is_new=False)
+    assert calls() == ["resume", "pause", "resume"]
+    fleet.close()
+
+
+def test_an_engine_that_joins_again_or_under_another_name_is_asked_and_not_written_again(pods):
+    """Under two names it would be brought up from itself."""
+    source = OneShard(0, ROWS)
+    fleet = Fleet(source, "127.0.0.1", timeout=TIMEOUT)
+    for pod in pods:
+        fleet.add(HttpClient(pod.url, timeout=30, name=pod.name))
+    new = drawn(source)
+    fleet.send(0)
+    with mock.patch.object(HttpClient, "update_weights") as written:
+        fleet._join(pods[1].url, "two")
+        fleet._join(pods[0].url, "other")
+        versions = dict.fromkeys(["other", "two", "three"], 0)
+        assert until(
+            lambda: {n: one["version"] for n, one in fleet.describe()["engines"].items()} == versions
+        )
+        engines = fleet.describe()["engines"]
+        assert not any(one["why"] for one in engines.values()), engines
+        with pytest.raises(OptionError, match=f"has the engine at {pods[0].url} as other: remove that first"):
+            fleet.add(HttpClient(pods[0].url, name="again"))
+        assert not written.called and all(served(pod) == (0, new) for pod in pods)
+    new = drawn(source)
+    assert {*fleet.send(1).reports} == {"other", "two", "three"}
+    assert all(served(pod) == (1, new) for pod in pods)
     fleet.close()

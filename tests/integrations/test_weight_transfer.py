@@ -118,7 +118,7 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(outcome):
     assert "this engine is not connected" in outcome["not connected"]
     assert "Invalid update_info for ReshardTransfer" in outcome["tensors"]
     assert "/get_world_size with 404: start it with VLLM_SERVER_DEV_MODE=1" in outcome["no such route"]
-    assert "does not answer /get_world_size (" in outcome["nobody"]
+    assert "does not answer /get_world_size (Connection refused)" in outcome["nobody"]
     assert "refits to version" in outcome["two versions"]
     assert outcome["no client"].startswith("a client is a str: give reshard.integrations.HttpClient(url)")
     assert "version is True, which is not a whole number" in outcome["no version"]

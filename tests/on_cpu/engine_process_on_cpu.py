@@ -14,6 +14,10 @@ from tests.on_cpu.engine_on_cpu import PROMPTS
 class Extension(RefitExtension):
     """A worker that reads the files of chains slowly."""
 
+    def ignore(self, field: str) -> None:
+        """Ignore a field of configs, as if started so."""
+        os.environ["RESHARD_IGNORE_CONFIG_FIELDS"] = field
+
     def read_slowly(self, seconds: float) -> None:
         """Take so long for the records that are read first."""
         from reshard.delta.files import DeltaFiles
@@ -150,6 +154,11 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
     outcome["version at last"] = await llm.collective_rpc("reshard_version")
 
     # Deltas from a directory: the prompt is one whose prefix is cached.
+    try:
+        outcome["deltas of another config"] = await apply_deltas_async(llm, chain)
+    except ReshardError as error:
+        outcome["deltas of another config"] = str(error)
+    await llm.collective_rpc("ignore", args=("clip_qkv",))
     reached, said = [], []
     for call in (
         apply_deltas_async(llm, chain, 6, verify=True),

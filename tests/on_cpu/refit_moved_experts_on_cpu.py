@@ -24,12 +24,16 @@ from reshard.engines.vllm.weights import moved_experts
 from reshard.engines.workers.deltas import EngineDeltas
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.refit import connect
+from reshard.refit.guard import Guard
 from reshard.refit.reporting.served_parts import digest_parts
+from reshard.refit.served import ServedWeights
 from reshard.refit.transports.together import Transports
+from reshard.refit.unmoved import Unmoved
 from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu import vllm_on_cpu
 from tests.starting.ranks import caught
 from tests.tools.refit_sides import fingerprint, start, trainer
+from tests.tools.twins import VERSION, RankOfLender, handed_on
 
 
 class NoStream:
@@ -297,7 +301,7 @@ def while_moving(
 ):
     """Refits while vLLM's thread moves experts in the background (``use_async``): after it has taken over no layer,
     and some; and one where nobody sees to what it has copied. Of engine ranks, for each, what is wrong once all has
-    ended, and how many layers vLLM took over after the refit; and what is wrong after one more."""
+    ended, and how many layers vLLM took over after the refit; what is wrong after one more; and what was `counted`."""
     both = Sides(rank, sides, flags, checkpoints, engine)
     both.connect(use_async=True, **options)
     both.link.refit()
@@ -319,7 +323,20 @@ def while_moving(
         layers = finish(both.state) if both.is_engine else 0
         found.append((both.wrong(which), layers))
     both.link.refit(verify=True)
-    return found, both.wrong(1)
+    return found, both.wrong(1), counted(both) if both.is_engine else []
+
+
+def counted(both: Sides) -> list:
+    """How often the guard of an engine that is to hand on its weights has counted moves by then: after a step that
+    moves nothing, after one that begins to move experts in the background, and once that has ended; and what is said to
+    who still reads."""
+    still, guard = both.destination.held_still(), both.destination.guard
+    both.state.step(is_dummy=True)
+    counts = [guard.moves]
+    balance(both.state, 4)
+    counts.append(guard.moves)
+    finish(both.state)
+    return [*counts, guard.moves, caught(still.check_current)]
 
 
 def await_copy(state) -> None:
@@ -402,3 +419,67 @@ def calls(
             both.link.refit()
             found.append(list(told))
     return found
+
+
+def lends(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict):
+    """What newcomers hold wrong that get the weights of an engine which has moved experts since its refit: one whose
+    experts are elsewhere, and one that moves none; what is said where the engine moves experts meanwhile: as it
+    is, where nobody ends the reading, and where nobody looks either whether they have moved, and what is wrong then."""
+    both = Sides(rank, sides, flags, checkpoints, engine)
+    both.connect(moved_before=True)
+    both.link.refit(VERSION, verify=True)
+    both.move(1)
+    worker = RankOfLender(both.destination)
+    own = {name: value for name, value in engine.items() if name != "redundant"}
+    model, config, state = build(checkpoints[0][0], "dummy", **engine)
+    balance(state, 2)
+    newcomer = VllmModel(model, config, worker_of(model, config, state))
+    plain = VllmModel(
+        *vllm_on_cpu.build(checkpoints[0][0], load_format="dummy", enable_expert_parallel=True, **own)
+    )
+
+    def wrong(served: VllmModel) -> list[str]:
+        if served is plain:
+            options = {"enable_expert_parallel": True, **own}
+            expected = fingerprint(vllm_on_cpu.build(checkpoints[0][0], **options)[0])
+        else:
+            expected = as_loaded(checkpoints[0][0], of_model(state).physical_to_logical_map, **engine)
+        return sorted(name for name, bits in fingerprint(served.module).items() if expected[name] != bits)
+
+    found = [wrong(newcomer)]
+    for one in (newcomer, plain):
+        found += [handed_on(worker, one), wrong(one), one.version]
+    begin = newcomer.begin
+
+    def moving_first() -> None:
+        balance(both.state, 3)
+        begin()
+
+    newcomer.begin = moving_first
+    said = [(handed_on(worker, newcomer), newcomer.ready)]
+    newcomer.begin = begin
+    worker = MovingLender(both.destination, both.state)
+    with patch.object(Guard, "end_readers", lambda self: None):
+        said.append((handed_on(worker, newcomer), newcomer.ready))
+        with patch.object(live, "Unmoved", Unguarded):
+            control = handed_on(worker, newcomer), wrong(newcomer)
+    return found, said, control
+
+
+class MovingLender(RankOfLender):
+    """One whose engine moves experts, for other loads each time, once it is to hand on its weights."""
+
+    def __init__(self, engine: VllmModel, state) -> None:
+        super().__init__(engine)
+        self.state, self.seeds = state, iter(range(4, 9))
+
+    def reshard_lend(self, *args, **options) -> None:
+        super().reshard_lend(*args, **options)
+        balance(self.state, next(self.seeds))
+
+
+class Unguarded(Unmoved):
+    """One that does not look whether anything has moved."""
+
+    def check_current(self) -> None:
+        ServedWeights.check_current(self)

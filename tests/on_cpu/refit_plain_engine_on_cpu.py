@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from reshard.engines.placing.accounts import LEFT_ALONE, Account, account_for
 from reshard.engines.placing.rules import place_by_trace
-from reshard.engines.tracing.trace import Trace, storage_id, trace_load
+from reshard.engines.tracing.trace import Trace, trace_load
+from reshard.models.row_runs import storage_id
 from reshard.refit import connect
 from reshard.refit.engine import Engine
 from reshard.refit.guard import Guard

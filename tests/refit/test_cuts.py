@@ -368,18 +368,20 @@ def test_with_auto_small_models_are_left_as_they_are():
 
 
 # Real models: a Megatron trainer of two ranks, and two vLLMs at once, at TP 1 and at TP 2.
-@pytest.mark.parametrize(("variant", "backend", "experts"), [
-    ("qwen3", "nccl", False), ("qwen3-moe", "nixl", True),
+# The last with heads of 64: blocks of two, which come in two pieces, leave the trainer once for each layout.
+@pytest.mark.parametrize(("variant", "backend", "experts", "engine", "most"), [
+    ("qwen3", "nccl", False, {}, 1.02), ("qwen3-moe", "nixl", True, {}, 1.02),
+    ("served-moe-halves", "nccl", False, {"quantization": "fp8_per_block"}, 1.1),
 ])  # fmt: skip
 def test_vllms_at_two_layouts_have_what_their_own_loader_makes_of_the_export(
-    variant, backend, experts, converted, tmp_path
+    variant, backend, experts, engine, most, converted, tmp_path
 ):
     came = {}
     for cut in (True, False):
         engines = [{"tp": 1}, {"tp": 2, "enable_expert_parallel": experts}]
         folder = tmp_path / str(cut)
         reports = refit(
-            converted(variant), f"{PP} 2", 2, {}, 3, False, folder, {"engines": engines, "uncut": not cut},
+            converted(variant), f"{PP} 2", 2, engine, 3, False, folder, {"engines": engines, "uncut": not cut},
             backend=backend, relays="always", bucket_bytes=16 << 20,
         )  # fmt: skip
         last = [of_rank[-1] for of_rank in reports[-3:]]
@@ -389,4 +391,4 @@ def test_vllms_at_two_layouts_have_what_their_own_loader_makes_of_the_export(
     sent = {cut: sum(direct for direct, _ in of) for cut, of in came.items()}
     assert [sum(of_rank) for of_rank in came[True]] == [sum(of_rank) for of_rank in came[False]]
     whole = sum(came[True][0])
-    assert sent[True] < 1.02 * whole < 1.25 * whole < sent[False], (came, sent, whole)
+    assert sent[True] < most * whole < 1.25 * whole < sent[False], (came, sent, whole)

@@ -2,11 +2,14 @@
 
 import logging
 import re
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from reshard.core.placement import Placement
 from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect
 from reshard.refit.options import ConnectOptions
@@ -17,14 +20,15 @@ from tests.starting.ranks import caught, free_port
 NAMES = [None, "engine pod-7, worker 0", "engine pod-7, worker 1"]
 
 
-def links_of(adapter: str | None = None) -> list:
-    """The links of a trainer's rank and two of an engine with a name."""
+def links_of(adapter: str | None = None, engines: Sequence[type[OneTensor]] = ()) -> list:
+    """The links of a trainer's rank and two of an engine with a name, by default as `adapter` says."""
     address, options = f"127.0.0.1:{free_port()}", ConnectOptions(backend="nccl", adapter=adapter)
     trainer, engine = (WithAdapter, ServesAdapter) if adapter else (OneShard, TwoSlots)
+    made = engines or (engine, engine)
 
     def connected(rank: int):
         group = RefitGroup.join(address, rank, 3, timeout=60)
-        sides = (None, engine()) if rank else (trainer(0, 32), None)
+        sides = (None, made[rank - 1]()) if rank else (trainer(0, 32), None)
         return connect(group, *sides, options, name=NAMES[rank])
 
     with ThreadPoolExecutor(3) as pool:
@@ -73,6 +77,63 @@ def test_each_side_logs_a_line_for_a_refit_and_one_for_a_failure_and_members_go_
     links[0].group.timeout = 60
     gone = "engine pod-7, worker 1 is gone: the process has ended, or has let go of this connection"
     assert all_refit(links[:2]) == [gone, gone]
+
+
+class ServesNothing(ServesAdapter):
+    """An engine's rank without any tensor, as a pipeline stage without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions, self.placement = {}, Placement({}, {})
+
+    def adapter(self, name):
+        own = super().adapter(name)
+        own.regions, own.placement = {}, Placement({}, {})
+        return own
+
+
+class InACollective(TwoSlots):
+    """An engine's rank that processes a round together with the others of its engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.staged_rounds = {"weight": 0}
+
+
+def test_an_engines_rank_that_dies_in_a_collective_of_its_engine_is_named_by_all():
+    """torch says that a collective has failed before the hub hears that a member is gone."""
+    links = links_of(engines=(InACollective, InACollective))
+    _, left, dying = links
+
+    def fails(number):
+        raise RuntimeError("Connection closed by peer")
+
+    def dies(number):
+        time.sleep(0.5)
+        dying.group.close()
+
+    left.receiver.engine.process_round, dying.receiver.engine.process_round = fails, dies
+    trainer, engine, _ = all_refit(links)
+    gone = "engine pod-7, worker 1 is gone: the process has ended, or has let go of this connection"
+    assert (trainer, engine) == (gone, gone)
+
+
+def test_an_error_of_an_engines_rank_whose_others_are_alive_is_that_of_all():
+    links = links_of(engines=(InACollective, InACollective))
+
+    def fails(number):
+        raise RuntimeError("the kernel was not made for this shape")
+
+    links[1].receiver.engine.process_round = fails
+    links[2].receiver.engine.process_round = lambda number: None
+    wrong = "cannot make what it serves of what has arrived (RuntimeError: the kernel was not made for this shape)"
+    assert all(said.endswith(wrong) for said in all_refit(links))
+
+
+def test_an_engines_rank_without_any_tensor_takes_part_in_the_refits_of_an_adapter():
+    links = links_of("policy", (ServesAdapter, ServesNothing))
+    assert [report.version for report in all_refit(links, version=1, verify=True)] == [1] * 3
+    assert [report.version for report in all_refit(links, version=2, verify=True)] == [2] * 3
 
 
 def test_a_member_that_has_missed_a_refit_of_an_adapter_is_in_step_when_all_call_again():

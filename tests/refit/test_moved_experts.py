@@ -70,10 +70,12 @@ def test_each_copy_of_an_expert_is_written_where_vllm_has_moved_it(
 
 def test_what_vllm_copies_in_the_background_is_not_taken_over_by_a_refit(converted, tmp_path):
     """A layer that it has copied stays where it is, and layers after it move, with the new weights."""
-    for found, mended in run("while_moving", converted("qwen3-moe"), "", 1, tmp_path):
+    for found, mended, counted in run("while_moving", converted("qwen3-moe"), "", 1, tmp_path):
         (first, layers), (second, rest), (control, _) = found
         assert first == second == mended == [] and layers - 2 == rest > 0
         assert control and all(EXPERTS in name for name in control), "what it had copied are other weights"
+        idle, begun, ended, said = counted
+        assert (idle, begun) == (0, 1) and ended > 1 and "has moved experts by their load (EPLB)" in said
 
 
 @pytest.mark.parametrize("how", ["digest", "describe", "failed", "begun"])
@@ -94,6 +96,21 @@ def test_memory_that_was_unmapped_is_mapped_again_before_the_copies_of_a_new_pla
             before = told[: told.index("run")]
             since = before[len(before) - before[::-1].index("release") :] if "release" in before else before
             assert {"prepare", "update_addresses"} & {*since}, told
+
+
+@pytest.mark.parametrize("redundant", [0, 4], ids=["each expert once", "copies"])
+def test_newcomers_get_experts_from_where_vllm_has_moved_them_and_nothing_while_it_moves_them(
+    redundant, converted, tmp_path
+):
+    given = converted("qwen3-moe"), f"{EP} 2 {ETP} 1", 2, tmp_path, True, {"tp": 2, "redundant": redundant}
+    for found, ((ended, one), (counted, other)), (unseen, wrong) in run("lends", *given):
+        dummy, *of_newcomers = found
+        assert dummy and of_newcomers == ["no error", [], 3] * 2
+        assert "that hands on its weights is about to get others or to move them" in ended and not one
+        assert "has moved experts by their load (EPLB) since it was to hand them on" in counted and not other
+        assert wrong and all(EXPERTS in name for name in wrong), "the control: where nobody looks"
+        # Of copies some have moved and others have not.
+        assert "replicas of it differ" in unseen if redundant else unseen == "no error"
 
 
 def test_data_parallel_vllms_that_move_experts_in_the_background_are_refused(converted, tmp_path):

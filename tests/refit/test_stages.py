@@ -1,5 +1,5 @@
 """What pipeline stages of an engine tell one another of a model without a table, and which ranks are of one engine. The
-refits themselves are in `test_without_table`."""
+refits themselves are in `test_without_table`, but for that of an engine with a stage that has nothing."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from reshard import ReshardError
 from reshard.refit.protocol.encoding import pack_json, unpack_json
 from reshard.refit.protocol.stages import TakenTensors, exchange_taken
 from reshard.refit.stages import ranks_of_engine
+from tests.tools.refits import refit
 
 NAMES = [f"layers.{number}.weight" for number in range(11)]
 OWN = TakenTensors(1, 2, 0, frozenset(NAMES[:6]))
@@ -86,3 +87,13 @@ def test_ranks_that_do_not_follow_one_another_are_refused(order):
     stages = {rank: said[other] for rank, other in zip([2, 3, 4, 5], order, strict=False)}
     with pytest.raises(ReshardError, match="the ranks of an engine with 2 pipeline stages do not follow one"):
         ranks_of_engine([*stages], stages, [*stages][-1])
+
+
+def test_a_vllm_with_a_stage_that_has_no_layers_has_what_its_own_loader_makes_of_the_export(
+    converted, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,0,2")
+    reports = refit(converted("qwen3"), "", 1, {"pp": 3}, 3, False, tmp_path, backend="nccl")
+    assert [sum(one["received_bytes_nccl"] for one in of_rank) > 0 for of_rank in reports[1:]] == [
+        True, False, True,
+    ]  # fmt: skip

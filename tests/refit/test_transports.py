@@ -249,6 +249,42 @@ def test_members_of_one_name_are_told_apart(backend):
     assert heard == [{"pod 7 (rank 0)": b"of rank 0", "pod 7 (rank 1)": b"of rank 1"}]
 
 
+class NoTensor(OneTensor):
+    """An engine's rank without any tensor, as a pipeline stage without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions, self.placement = {}, Placement({}, {})
+
+
+def test_a_rank_without_any_tensor_is_of_the_gpu_that_its_process_uses(monkeypatch):
+    """Connect refuses members on two kinds of device."""
+    assert NoTensor().device == torch.device("cpu")
+    for name, value in (("is_available", True), ("is_initialized", True), ("current_device", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert NoTensor().device == torch.device("cuda", 3) and OneTensor().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("relays", ["never", "always"])
+@pytest.mark.parametrize("backend", ["auto", "staged", "nixl"])
+def test_an_engines_rank_without_any_tensor_takes_part_and_gets_nothing(backend, relays):
+    address, engines = f"127.0.0.1:{free_port()}", [OneTensor(), NoTensor()]
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 4, timeout=60)
+        sides = (OneShard(rank), None) if rank < 2 else (None, engines[rank - 2])
+        link = connect(members, *sides, backend=backend, relays=relays)
+        reports = [link.refit(version, verify=version == 1) for version in (1, 2)]
+        assert link.describe()
+        link.close()
+        return [sum(report.received_bytes.values()) for report in reports]
+
+    with ThreadPoolExecutor(4) as pool:
+        *_, whole, none = pool.map(member, range(4))
+    assert whole == [2 * 2 * ROWS * COLUMNS] * 2 and none == [0, 0]
+    assert [(engine.ready, engine.version) for engine in engines] == [(True, 2)] * 2
+
+
 @pytest.mark.parametrize("backend", ["staged", "nixl"])
 def test_a_slot_is_packed_anew_once_its_reader_has_taken_it(backend, monkeypatch):
     """Of a reader that is late in each of seven rounds, through two slots."""

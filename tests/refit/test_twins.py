@@ -120,6 +120,10 @@ def elsewhere(engine: Arranged) -> None:
     engine.arranged_tensors = lambda: tensors() | {"a view": engine.weight[5:7]}
 
 
+def as_published(engine: Arranged) -> None:
+    engine.not_as_published = list
+
+
 def one_more_view(engine: Arranged) -> None:
     tensors = engine.arranged_tensors
     engine.arranged_tensors = lambda: tensors() | {"another view": engine.weight[9:11].T}
@@ -145,6 +149,8 @@ DIFFERENT = [
     ({}, elsewhere, "a view is bfloat16 [2, 8] with strides [8, 1] at byte 80 of weight here, and bfloat16 [2, 8] with "
      "strides [8, 1] at byte 48 of weight there"),
     ({}, one_more_view, "another view is bfloat16 [8, 2] with strides [1, 8] at byte 144 of weight here, and nothing"),
+    ({"rank": "TP 0 of 1, layers 4-7"}, as_published, "this rank has TP 0 of 1, layers 4-7 as it was published, or no "
+     "tensor, and no rank there has that in a form of its own; engines that have one on some ranks alone hand on"),
     ({}, in_a_gap, "flags is bool [5] with strides [1] at byte 81 of padded here, and nothing there"),
 ]  # fmt: skip
 

@@ -34,13 +34,15 @@ def on_all(value: Any) -> list[Any]:
     return values
 
 
-def handed_on(worker: Lender, newcomer: LiveEngine, version: int = VERSION) -> str:
-    """What comes of having a newcomer get a version from an engine, by a process without weights, as all ranks tell
-    it."""
+def handed_on(
+    worker: Lender, newcomer: LiveEngine, version: int = VERSION, adapter: str | None = None
+) -> str:
+    """What comes of having a newcomer get a version from an engine, of the weights or of an adapter, by a process
+    without weights, as all ranks tell it."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     [port, *_] = on_all(free_port())
     address, size = f"127.0.0.1:{port}", 1 + 2 * ranks
-    refused = caught(lambda: worker.reshard_lend(address, 1, size, version, timeout=60.0))
+    refused = caught(lambda: worker.reshard_lend(address, 1, size, version, timeout=60.0, adapter=adapter))
     [refused, *_] = on_all(refused)
     if refused != "no error":
         return refused
@@ -48,7 +50,7 @@ def handed_on(worker: Lender, newcomer: LiveEngine, version: int = VERSION) -> s
     def member(number: int, engine: LiveEngine | None) -> None:
         group = RefitGroup.join(address, number, size, timeout=60)
         try:
-            link = connect(group, None, engine)
+            link = connect(group, None, engine, adapter=adapter)
             try:
                 link.refit(version, verify=True)
             finally:

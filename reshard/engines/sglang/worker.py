@@ -53,6 +53,7 @@ class SchedulerMethods(ChainMethods, DigestMethods, LinkMethods, LendingMethods)
         index = compat.rank_in_engine(self)
         rank = first_rank + index
         connecting = WorkerOptions(**WorkerOptions.of_call(**options).checked().of_worker(index))
+        self._reshard_check_other(address, connecting.secret)
         self._reshard_guard()
 
         def connected() -> None:

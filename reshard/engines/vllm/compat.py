@@ -124,6 +124,31 @@ def expert_moves(worker: Any) -> list[Any]:
         ]
 
 
+def call_before_moves(worker: Any, moving: Callable[[], None]) -> bool:
+    """Have `moving` called before a worker moves experts by their load (EPLB), which it does in its own steps; return
+    False if there is no worker to see that."""
+    state = getattr(getattr(worker, "model_runner", None), "eplb_state", None)
+    if state is None:
+        return False
+    with known("moves experts by their load in another way"):
+        step, rearrange = state.step, state.rearrange
+    if getattr(step, "calls_before_moves", None) == moving:
+        return True
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        if expert_moves(worker):  # which this step may take over, and a later one begins
+            moving()
+        return step(*args, **kwargs)
+
+    def rearranged(*args: Any, **kwargs: Any) -> Any:
+        moving()
+        return rearrange(*args, **kwargs)
+
+    stepped.calls_before_moves = moving  # type: ignore[attr-defined]
+    state.step, state.rearrange = stepped, rearranged
+    return True
+
+
 def tensor_parallel() -> tuple[int, int]:
     """Return the size of this rank's tensor parallel group, and its rank there."""
     with known("does not say its tensor parallel group as it did"):

@@ -12,7 +12,7 @@ with importing("vllm"):
 
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
-from reshard.device.cuda import is_mapped
+from reshard.device.cuda import device_of_process, is_mapped
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
 from reshard.engines.placing.accounts import LEFT_ALONE, OF_DRAFTER, SCALE_OF_CACHE, Account, account_for
 from reshard.engines.placing.blocks import counted, served_in_blocks
@@ -31,6 +31,7 @@ from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import (
+    call_before_moves,
     draft_load_format,
     draft_model,
     drafts_on_last_stage,
@@ -80,7 +81,9 @@ from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.models.without_table import ClassFamily, any_model
 from reshard.refit.drafter import DeclaredDrafter, declared_drafter, no_drafter_error
+from reshard.refit.served import ServedWeights
 from reshard.refit.twins import Arrangement
+from reshard.refit.unmoved import Unmoved
 
 FLASHINFER = "flashinfer-python"
 
@@ -200,7 +203,7 @@ class VllmModel(LiveEngine):
         self._towers = VLLM.tower_prefixes(self.model)
         language_model = self.served.without(self._towers)  # of a tower no layer is processed again
         self.blocks = layers_in_blocks(language_model)
-        device = next(self.module.parameters()).device
+        device = next((one.device for one in self.module.parameters()), device_of_process())
         begin_compiling(self.blocks, device)
         self._with_tower = with_tower
         if self._tower is None:
@@ -451,8 +454,10 @@ class VllmModel(LiveEngine):
 
     def _has_memory(self) -> bool:
         """Tell whether the weights have memory, which sleep takes away."""
-        first = next(iter(self.tensors.values()))
-        return not self.guard.asleep and (first.device.type != "cuda" or is_mapped(first.data_ptr()))
+        first = next(iter(self.tensors.values()), None)
+        if first is None or first.device.type != "cuda":  # a stage may have none
+            return not self.guard.asleep
+        return not self.guard.asleep and is_mapped(first.data_ptr())
 
     def check_awake(self) -> None:
         """Raise ReshardError if vLLM sleeps."""
@@ -554,14 +559,24 @@ class VllmModel(LiveEngine):
         """Return the drafter that a trainer has brought, for who gets the weights from this engine."""
         return None if self._declared is None else self._declared.encode()
 
+    def held_still(self) -> ServedWeights:
+        """Return this rank's weights as a source, as long as no experts move; see `ServedWeights.held_still`."""
+        if self.experts is None or not call_before_moves(self.worker, self.guard.moving):
+            return self
+        return Unmoved(self, self._check_drafter)
+
     def check_as_published(self) -> None:
         """Raise ReshardError if what this rank serves was quantized, or cannot be handed on whole."""
         super().check_as_published()
         self._check_whole()
 
+    def _check_drafter(self) -> None:
+        """Raise ReshardError if the weights would come without the drafter that is served."""
+        check_is_current(self.engine, self._declared, self._left, self.drafter_tensors())
+
     def _check_whole(self) -> None:
         """Raise ReshardError if weights move while others read them, or come without the drafter that is served."""
-        check_is_current(self.engine, self._declared, self._left, self.drafter_tensors())
+        self._check_drafter()
         if self.experts is not None:
             raise ReshardError(
                 "this vLLM moves experts by their load (EPLB) while it serves, so that nothing else can read them "

@@ -112,6 +112,7 @@ class RefitExtension(DeltaMethods, DigestOfEnginesMethods, LinkMethods, LendingM
         """Connect this worker as member `rank`: for trainers that call each worker by itself; else as
         `reshard_connect`."""
         connecting = WorkerOptions.of_call(*options, **named_options)
+        self._reshard_check_other(address, connecting.secret)
         side = partial(self._reshard_side, connecting.match_vllm_rounding)
         self._reshard_link = connect_worker(address, rank, size, connecting, side, self.reshard_close)
         log_refits(logger, self._reshard_link, self.rank == 0)  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ import torch
 
 from reshard.comm.group import RefitGroup, check_rank
 from reshard.comm.hosts import parsed
+from reshard.comm.secret import given_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
 from reshard.core.placement import LocalTensor
@@ -128,6 +129,7 @@ class Lending:
     def __init__(self, lent: Lent, address: str, rank: int, size: int, options: WorkerOptions) -> None:
         self.lent, self.address, self.rank, self.size, self.options = lent, address, rank, size, options
         self._lock, self._stopped, self._met = Lock(), False, False
+        self._is_done = False  # the other engine has all: only the connection is still to be closed
         self._thread = Thread(target=self._run, name="reshard-lending", daemon=True)
 
     def start(self) -> None:
@@ -163,6 +165,12 @@ class Lending:
             link = connect(group, lent, None, connecting)
             ends.callback(link.close)
             link.refit(lent.version, verify=True)
+            self._is_done = True
+
+    def is_in(self, address: str, secret: str | None) -> bool:
+        """Return True while it takes part in the meeting at an address with a secret, or is about to."""
+        own = self.address, given_secret(self.options.secret)
+        return own == (address, given_secret(secret)) and self._thread.is_alive() and not self._is_done
 
     def stop(self) -> None:
         """End it, for all that take part: for who is about to write into the weights. What the other engine has by then
@@ -171,7 +179,7 @@ class Lending:
             self._stopped = True
         if not self._met or not self._thread.is_alive():
             return  # it has read nothing, and will not, or has ended
-        reason = f"the {self.lent.served.guard.engine} that hands on its weights is about to get others"
+        reason = f"the {self.lent.served.guard.engine} that hands on its weights is about to get others or to move them"
         deadline, seconds = time.monotonic() + END_SECONDS, LEAST_SECONDS
         try:
             # The meeting may be over, and its port closed: then the thread ends by itself, which is waited for alone.
@@ -201,6 +209,15 @@ class LendingMethods:
         def _reshard_engine_side(self) -> "Engine": ...
 
         def _reshard_rank(self) -> int: ...
+
+    def _reshard_check_other(self, address: str, secret: str | None) -> None:
+        """Raise ReshardError if this worker hands on in the meeting at this address: it would take its own weights."""
+        lending = self._reshard_lending
+        if lending is not None and lending.is_in(address, secret):
+            raise ReshardError(
+                f"this {lending.lent.served.guard.engine} is the one that hands on version {lending.lent.version} at "
+                f"{address}, and takes nothing from itself: remove one of its two names from the fleet"
+            )
 
     @with_short_traceback
     def reshard_lend(self, address: str, first_rank: int, size: int, version: int, **options: Any) -> None:

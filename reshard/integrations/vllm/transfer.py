@@ -22,7 +22,7 @@ from reshard.comm.group import MOST_MEMBERS, check_rank
 from reshard.comm.http import EngineServer
 from reshard.comm.ranks import on_first_rank
 from reshard.comm.secret import given_secret, new_secret
-from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.errors import OptionError, ReshardError, first_line, listed
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.members import Held, finish
 from reshard.integrations.switching import (
@@ -88,8 +88,17 @@ class HttpClient(EngineServer):
 
     def holds(self, adapter: str | None = None) -> Held | None:
         """Return what all of its workers serve, of the weights or of an adapter; None if they serve no version."""
+        return held_by(self._states(), adapter)
+
+    def has_whole_weights(self) -> bool:
+        """Return True if no refit has left the weights of any of its workers half written."""
+        states = self._states() or []
+        return bool(states) and all(state is None or state.get("ready") for state in states)
+
+    def _states(self) -> Any:
+        """Return what its workers say of what they hold; None for any other answer."""
         answer = self._call("POST", "collective_rpc", {"method": "reshard_state"})
-        return held_by(answer.get("results") if isinstance(answer, dict) else None, adapter)
+        return answer.get("results") if isinstance(answer, dict) else None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
@@ -197,7 +206,8 @@ class WeightTransfer:
         self.clients = _clients(clients)
         in_group = rank is None and ranks is None and trainers > 1
         check_rank(self.rank, trainers)
-        sizes, secret = _agree(self.clients, engine_ranks, in_group, trainers == 1, secret)
+        taking = partial(_check_all_take, self.clients, connecting.adapter)
+        sizes, secret = _agree(self.clients, engine_ranks, in_group, trainers == 1, secret, taking)
         size = trainers + sum(sizes)
         firsts = [trainers + sum(sizes[:index]) for index in range(len(sizes))]
 
@@ -335,6 +345,20 @@ def _clients(value: Any) -> list[EngineClient]:
     return clients
 
 
+def _check_all_take(clients: Sequence[EngineClient], adapter: str | None) -> None:
+    for client in clients:
+        check_takes(client, adapter)
+
+
+def check_takes(client: Any, adapter: str | None) -> None:
+    """Raise OptionError if there is an `adapter`, and the engine of a client takes none."""
+    if adapter is not None and not getattr(client, "takes_adapters", True):
+        raise OptionError(
+            f"{client.url} is an SGLang, whose LoRA adapters are not refitted: serve adapter {adapter!r} with a vLLM "
+            f"that is started with --enable-lora"
+        )
+
+
 def _name(client: EngineClient, index: int) -> str:
     if name := getattr(client, "name", None):
         return f"engine {name}"
@@ -347,14 +371,16 @@ def _agree(
     in_group: bool,
     alone: bool,
     secret: str | None,
+    check: Callable[[], None],
 ) -> tuple[list[int], str | None]:
-    """Return how many workers each engine has, and the secret of all members.
+    """Return how many workers each engine has, and the secret of all members, once `check` has raised nothing.
 
     If the trainer's ranks are torch's process group, its first rank finds out and makes the secret,
     so that every rank raises if an engine cannot be asked.
     """
 
     def find_out() -> tuple[list[int], str | None]:
+        check()
         shared = given_secret(secret)
         if shared is None and (alone or in_group):
             shared = new_secret()

@@ -11,12 +11,12 @@ that they are made of, since a trainer's rank may not have all of a block.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.quantization.fp8_blocks import ROUNDINGS
+from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,11 @@ class BlockCodec(Codec):
     """Codes with a scale for each block of a rank's local tensor, made of the block's elements in bf16.
 
     `rounding` names how a scale is rounded. A block may come in pieces, so a table of copies does not carry this
-    codec out: its maker does (`reshard.refit.codecs.makers`).
+    codec out: its maker does (`reshard.refit.codecs.makers`). A block has `side` rows and columns.
     """
 
     rounding: str
+    side: ClassVar[int]
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
         """Raise NotImplementedError: whole blocks are encoded, not elements."""
@@ -62,6 +63,8 @@ class Fp8BlockCodec(BlockCodec):
     does. `rounding`, one of `ROUNDINGS`, says how a block's largest magnitude / 448 becomes its
     scale. `reshard.refit.fp8_blocks` makes them.
     """
+
+    side = BLOCK
 
     def __str__(self) -> str:
         return f"{super().__str__()} blocks, {ROUNDINGS[self.rounding]}"
@@ -83,6 +86,8 @@ CODECS = (
     ),
 )
 IN_BLOCKS = np.array([isinstance(codec, BlockCodec) for codec in CODECS])
+# Rows and columns of the blocks of each codec; others make each element by itself.
+SIDES = np.array([codec.side if isinstance(codec, BlockCodec) else 1 for codec in CODECS])
 SOURCE_SIZES = np.array([codec.source.size for codec in CODECS])
 DESTINATION_SIZES = np.array([codec.destination.size for codec in CODECS])
 WIDENS = DESTINATION_SIZES > SOURCE_SIZES

@@ -24,6 +24,7 @@ from reshard.refit.codecs import (
     DESTINATION_SIZES,
     IN_BLOCKS,
     PLAIN,
+    SIDES,
     block_codec,
     bytes_in_source,
 )
@@ -51,6 +52,7 @@ DESTINATION = slice(REQUEST_COLUMNS, REQUEST_COLUMNS + 3)
 DESTINATION_SHAPE = slice(REQUEST_COLUMNS + 3, REQUEST_COLUMNS + 5)
 STAGED_ROUND = REQUEST_COLUMNS + 5
 BLOCK_REQUEST_COLUMNS = REQUEST_COLUMNS + 6
+NO_DESTINATION = -1  # in all of these columns, where it says nothing of what travels
 UNSTAGED = -1  # the round of what is written where the engine serves it from, without a slab
 # Columns of parts: the slot of the slab, its round, the piece's first byte in the slab, and the bytes
 # from one of its rows to the next.
@@ -198,6 +200,38 @@ def as_fragments(requests: np.ndarray) -> np.ndarray:
     fragments = requests.copy()
     fragments[:, REQUEST_CODEC] = BEFORE_BLOCKS[requests[:, REQUEST_CODEC]]
     return fragments
+
+
+def of_whole_blocks(requests: np.ndarray) -> np.ndarray:
+    """Return a mask of the requests with a destination that begin and end there where blocks do, and come in no round:
+    what is made of such a piece is the same wherever it goes."""
+    begins, shapes = requests[:, DESTINATION][:, 1:], requests[:, DESTINATION_SHAPE]
+    ends, side = begins + requests[:, [ROW_COUNT, COLUMN_COUNT]], SIDES[requests[:, REQUEST_CODEC]][:, None]
+    whole = (begins % side == 0) & ((ends % side == 0) | (ends == shapes))
+    mask: np.ndarray = whole.all(1) & (requests[:, STAGED_ROUND] == UNSTAGED)
+    return mask
+
+
+def as_alike(requests: np.ndarray) -> np.ndarray:
+    """Return requests, of which two are equal where the same bytes travel for them: without the destinations of those
+    `of_whole_blocks`."""
+    if requests.shape[1] != BLOCK_REQUEST_COLUMNS:
+        return requests
+    rows = requests.copy()
+    rows[of_whole_blocks(requests), REQUEST_COLUMNS:] = NO_DESTINATION
+    return rows
+
+
+def sharing_blocks(rows: np.ndarray) -> list[np.ndarray]:
+    """Return, for each local tensor, the numbers of the requests, as `as_alike` returns them, that have parts of blocks
+    of it and come in no round: a block may be made of several."""
+    if rows.shape[1] != BLOCK_REQUEST_COLUMNS:
+        return []
+    in_parts = IN_BLOCKS[rows[:, REQUEST_CODEC]] & (rows[:, STAGED_ROUND] == UNSTAGED)
+    pieces = np.flatnonzero(in_parts & (rows[:, DESTINATION.start] != NO_DESTINATION))
+    pieces = pieces[np.argsort(rows[pieces, DESTINATION.start], kind="stable")]
+    borders = np.flatnonzero(np.diff(rows[pieces, DESTINATION.start])) + 1
+    return np.split(pieces, borders) if len(pieces) else []
 
 
 def as_sent(requests: np.ndarray) -> np.ndarray:

@@ -19,6 +19,10 @@ SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH, CODEC = range(COLUMNS)
 TILE_BYTES = 64 << 10
 ALIGNMENT = 16  # bytes, of what lies packed
 
+# A matrix and the place of its transpose: addresses, the source's rows and columns, and elements between rows.
+TRANSPOSE = 6
+TRANSPOSE_FROM, TRANSPOSE_INTO, TRANSPOSE_ROWS, TRANSPOSE_COLUMNS, FROM_PITCH, INTO_PITCH = range(TRANSPOSE)
+
 # A tile of a digest: its address, the row of the copies' table that it is of, rows, words in a row,
 # the pitch in loads, and the index of its first word.
 TILE = 6

@@ -1,7 +1,8 @@
 """Blocks of fp8 that travel: made on the trainer's rank that has all of a block, for half the
 bytes.
 
-Both ends cut the pieces of a pair alike into blocks. A *packed block* is its codes, row after row,
+Both ends cut the pieces of a pair alike into blocks, in the order of the pieces: in a line of ranks at several layouts
+(`reshard.refit.relays`) they lie in other places on each. A *packed block* is its codes, row after row,
 and then its scale. The trainer's rank makes it in the bucket or slab, and the inference rank copies
 it from there to where it serves from. The parts of a block that no piece reaches are padding, and
 zero. Blocks of which several ranks hold parts travel otherwise: `split`.
@@ -71,8 +72,17 @@ def compile_block_kernels(codecs: np.ndarray, makes: bool, device: torch.device)
 
 def cut_into_blocks(pieces: Placed, places: np.ndarray) -> BlockItems:
     """Return the blocks that pieces make up, each an item, for the end that `pieces` and `places`
-    know: source or destination."""
-    return cut(pieces.table, pieces.destinations, np.zeros(len(pieces.table), np.int64), places, 1)
+    know: source or destination. They are in the order of the first piece of each."""
+    blocks = cut(pieces.table, pieces.destinations, np.arange(len(pieces.table)), places, 1)
+    if not len(blocks.items):
+        return blocks
+    order = np.argsort(np.minimum.reduceat(blocks.owners, blocks.items[:, FIRST_FRAGMENT]), kind="stable")
+    items = blocks.items[order]
+    begins, counts = items[:, FIRST_FRAGMENT], items[:, FRAGMENTS]
+    first = np.cumsum(counts) - counts
+    fragment = np.arange(len(blocks.fragments)) + np.repeat(begins - first, counts)
+    items[:, FIRST_FRAGMENT] = first
+    return BlockItems(items, blocks.fragments[fragment], np.zeros_like(fragment), blocks.tensors[order])
 
 
 def padding_outside(padding: Placed, sent: Iterable[Placed], places: np.ndarray) -> Placed:

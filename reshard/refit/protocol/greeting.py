@@ -25,7 +25,7 @@ from reshard.refit.protocol.encoding import (
 from reshard.refit.relays import AUTO, RELAYS
 from reshard.refit.routes import BACKENDS
 
-PROTOCOL = 22  # of members that understand each other
+PROTOCOL = 23  # of members that understand each other
 ROLES = ("trainer", "inference")
 MOST_FIELDS = 1000  # of a config that are ignored
 
@@ -187,7 +187,7 @@ def one_config(group: RefitGroup, engines: Sequence[int], own: bytes) -> dict[st
         if different:
             key = different[0]
             raise ReshardError(
-                f"{names[first]} serves {key} = {config.get(key)}, {names[rank]} {key} = {other.get(key)}"
+                f"{names[first]} serves {key} = {config.get(key)!s:.200}, {names[rank]} {key} = {other.get(key)!s:.200}"
             )
     return config
 
