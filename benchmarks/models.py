@@ -109,6 +109,10 @@ MODELS = {
                              "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
                                               "original_max_position_embeddings": 4096, "rope_type": "yarn",
                                               "truncate": False}},
+    # All its matrices are transposed in transformers and in its files.
+    "gpt2-xl": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16",
+                "vocab_size": 50257, "n_embd": 1600, "n_head": 25, "n_positions": 2048,
+                "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "num_hidden_layers": 48},
     "glm-4.7-flash": COMMON | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
                                "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
                                "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,9 +53,10 @@ def sharded(folder: Path, tp: int, dtype: torch.dtype) -> torch.nn.Module:
         model = (AutoModelForImageTextToText if has_tower else AutoModelForCausalLM).from_config(
             config, dtype=dtype
         )
-    blocks = (
-        [*model.model.language_model.layers, *model.model.visual.blocks] if has_tower else model.model.layers
-    )
+    if has_tower:
+        blocks = [*model.model.language_model.layers, *model.model.visual.blocks]
+    else:
+        blocks = model.transformer.h if config.model_type == "gpt2" else model.model.layers
     shape = (dist.get_world_size() // tp, tp)
     mesh = init_device_mesh(device(), shape, mesh_dim_names=("shard", "tp"))
     for layer in blocks:
@@ -75,11 +77,11 @@ def sharded(folder: Path, tp: int, dtype: torch.dtype) -> torch.nn.Module:
     return model
 
 
-def published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def published(model_type: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A whole parameter under the names that `load_weights` knows: experts, which transformers keeps in one
-    tensor, each by itself."""
+    tensor, each by itself, but for gpt-oss, whose checkpoints keep them so, too."""
     prefix, _, fused = name.rpartition(".")
-    if fused not in ("gate_up_proj", "down_proj") or tensor.ndim < 3:
+    if fused not in ("gate_up_proj", "down_proj") or tensor.ndim < 3 or model_type == "gpt_oss":
         yield name, tensor
         return
     names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
@@ -90,7 +92,7 @@ def published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
 
 def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
-        yield from published(name, parameter.detach().full_tensor())
+        yield from published(model.config.model_type, name, parameter.detach().full_tensor())
 
 
 def gathered(model: torch.nn.Module, at_once: int = 1 << 30) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,10 +107,10 @@ def gathered(model: torch.nn.Module, at_once: int = 1 << 30) -> Iterator[tuple[s
         size += parameter.numel() * parameter.element_size()
         if size >= at_once:
             for each in waiting:
-                yield from published(*each)
+                yield from published(model.config.model_type, *each)
             waiting, size = [], 0
     for each in waiting:
-        yield from published(*each)
+        yield from published(model.config.model_type, *each)
 
 
 def main() -> None:
@@ -124,6 +126,7 @@ def main() -> None:
     parser.add_argument(
         "--match-vllm-rounding", action="store_true", help="quantize as vLLM's own loading does, bit for bit"
     )
+    parser.add_argument("--moe-backend", help="vLLM's kernels of experts: gpt-oss is refitted with triton")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -131,7 +134,9 @@ def main() -> None:
     start_processes()
     config = config_of(options.model, options.layers)
     folder = Path(tempfile.gettempdir()) / f"{options.model}-{dist.get_rank()}"
-    extra = {"quantization": options.quantization} if options.quantization else {}
+    extra: dict[str, Any] = {"quantization": options.quantization} if options.quantization else {}
+    if options.moe_backend:
+        extra["moe_backend"] = options.moe_backend
     llm = vllm_engine(folder, config, tensor_parallel_size=options.vllm_tp, **extra)
     dtype = torch.float32 if options.fp32 else torch.bfloat16
     model = sharded(folder, options.tp, dtype)

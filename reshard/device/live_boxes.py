@@ -9,20 +9,29 @@ import torch
 from reshard.core.boxes import Box
 from reshard.core.dtypes import Dtype
 from reshard.device.memory import ALIGNMENT, Region
-from reshard.device.staging import byte_view
+from reshard.device.staging import row_view
 from reshard.storage.io.boxes import Rows
 
 T = TypeVar("T")
 
 
 class LiveBox(NamedTuple):
-    """`box` of canonical tensor `name`, which lies in a region of memory at `local`, where it is held in `dtype`."""
+    """`box` of canonical tensor `name`, which lies in a region of memory at `local`, where it is held in `dtype`.
+
+    Neighbors in a row lie `step` elements apart: of a matrix that is held transposed the rows do, and the region's
+    pitch is 1. Such a box is only read.
+    """
 
     name: str
     box: Box
     region: Region
     local: Rows
     dtype: Dtype
+    step: int = 1
+
+    def matrix(self, local: Rows | None = None) -> torch.Tensor:
+        """View the box, or these rows and columns of its region, as ``[rows, columns]``."""
+        return row_view(self.region, local or self.local, self.step)
 
 
 class Slab(NamedTuple):
@@ -34,10 +43,11 @@ class Slab(NamedTuple):
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The rows where they lie in memory, as bytes ``[rows, bytes of a row]``."""
+        """The rows where they lie in memory, as bytes ``[rows, bytes of a row]``; a copy of what lies apart there."""
         local, shift = self.live_box.local, self.live_box.local.start - self.live_box.box.offsets[0]
         local = local._replace(start=self.rows.start + shift, stop=self.rows.stop + shift)
-        return byte_view(self.live_box.region, local)
+        rows = self.live_box.matrix(local)
+        return (rows if self.live_box.step == 1 else rows.contiguous()).view(torch.uint8)
 
 
 def slabs_of(live_box: LiveBox, itemsize: int, slab_bytes: int, multiple: int = 1) -> list[Slab]:

@@ -26,12 +26,12 @@ def slab_bytes(device: torch.device) -> int:
     return PINNED_BYTES if device.type == "cuda" else SLAB_BYTES
 
 
-def row_view(region: Region, local: Rows) -> torch.Tensor:
-    """View rows and columns of a region's local tensor ``[rows, columns]``."""
+def row_view(region: Region, local: Rows, step: int = 1) -> torch.Tensor:
+    """View rows and columns of a region's local tensor ``[rows, columns]``, whose columns lie `step` elements apart."""
     tensor, pitch = region.tensor.detach(), region.pitch
-    start = tensor.storage_offset() + region.offset + local.start * pitch + local.column
+    start = tensor.storage_offset() + region.offset + local.start * pitch + local.column * step
     shape = (local.stop - local.start, local.columns)
-    return torch.as_strided(tensor, shape, (pitch, 1), start)
+    return torch.as_strided(tensor, shape, (pitch, step), start)
 
 
 def byte_view(region: Region, local: Rows) -> torch.Tensor:

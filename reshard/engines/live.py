@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.device.memory import Region
 from reshard.engines.placing.accounts import Account, summary
 from reshard.engines.placing.turned import TurnedMatrices
 from reshard.refit.engine import Engine
@@ -31,7 +32,15 @@ class LiveEngine(Engine):
 
     def written(self) -> set[int]:
         """Return the identities of the tensors that a refit writes into."""
-        return {id(region.tensor) for region in self.written_regions()} | self.turned.served_tensors()
+        return {id(region.tensor) for region in self.written_regions()}
+
+    def written_regions(self) -> list[Region]:
+        """Return all that a refit writes into, with what the transposes are served from."""
+        return [*super().written_regions(), *self.transposes().values()]
+
+    def transposes(self) -> dict[Any, Region]:
+        """Return the regions of the matrices that are turned; none before it is known which are."""
+        return {identity: matrix.served for identity, matrix in self.turned.matrices.items()}
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
         """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""

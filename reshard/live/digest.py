@@ -49,7 +49,7 @@ def digest_of_models(
                     "a live model has no published names of its own: give hf_config=, as to reshard.save"
                 )
             published = PublishedModel.read(hf_config)
-            local = local_boxes(models, metadata)
+            local = local_boxes(models, metadata, turned_too=True)
             local.find_boxes(published.model, make_vocab_size_divisible_by)
             described.append((published, local))
 

@@ -11,6 +11,7 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.placement import LocalTensor
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
+from reshard.device.table_form import TableForm
 from reshard.megatron.parameters import expand
 from reshard.megatron.towers import with_tower_shapes
 from reshard.models.model import Model
@@ -31,7 +32,9 @@ class LocalBoxes:
 
     holds_less_1 = False  # norms that Megatron holds minus 1
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, turned_too: bool = False) -> None:
+        self._turned_too = turned_too  # what transformers holds transposed, of a table, is read, too
+        self._table: TableForm | None = None  # of a trainer that has some of it
         self.trainer, self.device = trainer, trainer.device or torch.device("cpu")
         self.boxes: list[LiveBox] = []
         self.padding: list[tuple[Region, Rows]] = []
@@ -47,7 +50,9 @@ class LocalBoxes:
         in their own. Raises ReshardError if the live model computes something else, or has parameters that
         the model does not have."""
         self.trainer.check_model(model)
-        self._held, self._dtype = self.trainer.publish(model), dtype
+        as_saved = self.trainer.as_published(model) if self._turned_too else self.trainer
+        self._table = TableForm(model) if as_saved is not self.trainer else None
+        self._held, self._dtype = as_saved.publish(model), dtype
         mapping = expand(model)
         if TAKES_TOWER in model.config and model.family.tower:
             mapping = with_tower_shapes(mapping, model)
@@ -63,12 +68,15 @@ class LocalBoxes:
             for part in tensor.parts:
                 rows, held = Rows.of(part.local_box), dtype.held(part.name in self._less_1)
                 box = _in_all_dims(part.box, self._shapes.get(part.name, ()))
-                self.boxes.append(LiveBox(part.name, box, region, rows, held))
+                live = LiveBox(part.name, box, region, rows, held)
+                self.boxes.extend([live] if self._table is None else self._table.boxes(live))
             self.padding += [(region, Rows.of(box)) for box in tensor.fills]
 
     def _dtype_of(self, tensor: torch.Tensor) -> Dtype:
-        """Return the dtype in which a tensor of this rank's memory is published."""
-        return DTYPES[self._dtype] if self._dtype else dtype_named(str(tensor.dtype))
+        """Return the dtype in which a tensor of this rank's memory is published: whole numbers in their own."""
+        if self._dtype and tensor.dtype.is_floating_point:
+            return DTYPES[self._dtype]
+        return dtype_named(str(tensor.dtype))
 
     def names_by_dtype(self) -> dict[str, list[str]]:
         """Return the names of this rank's tensors, by dtype."""

@@ -117,7 +117,11 @@ class ReceivedDigests:
         self.made_for: tuple[list[int], dict[int, str]] | None = None
         self.plain: dict[int, Digests] = {}
         self.blocks: dict[int, BlockDigests] = {}  # that arrive as such
-        self.in_rounds: dict[int, np.ndarray] = {}
+        # By trainer's rank: the round of each piece and the table that its digests are of, and by round the indices
+        # of its pieces with these digests.
+        self.tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.of_rounds: dict[int, dict[int, tuple[np.ndarray, Digests]]] = {}
+        self.arrived: set[int] = set()  # the rounds of which digests were begun
         self.mismatches: list[int] = []  # indices of local tensors that differ from what arrived in a round
         self.checked_for: Any = None  # the addresses, routes and shards that `check` is of
         self.check: BlockCheck | None = None
@@ -128,7 +132,7 @@ class ReceivedDigests:
         blocks that were quantized from them are quantized once more."""
         receiver = self.receiver
         # A verification that failed may have left some.
-        self.in_rounds, self.mismatches = {}, []
+        self.arrived, self.mismatches = set(), []
         made_for = receiver.engine.written_addresses(), receiver.routes()
         if made_for != self.made_for:
             memory = region_addresses(receiver.engine.regions.values())
@@ -139,6 +143,8 @@ class ReceivedDigests:
                 if self._as_blocks(rank).any()
             }
             self.made_for = made_for
+        for rank in receiver.pieces:
+            self._divide(rank)
         for digests in self.plain.values():
             digests.begin()
         for blocks in self.blocks.values():
@@ -151,6 +157,20 @@ class ReceivedDigests:
         table = reading_destination(destination_table(memory, pieces))[plain]
         return Digests(table, pieces.requests[plain, COLUMN_COUNT], self.receiver.device)
 
+    def _divide(self, rank: int) -> None:
+        """Note the digests of what comes in rounds from a trainer's rank, by round."""
+        receiver, pieces = self.receiver, self.receiver.pieces[rank]
+        memory = region_addresses(receiver.engine.regions.values())
+        now = receiver.rounds_of(rank), reading_destination(receiver.copies(rank, memory))
+        if rank in self.tables and all(map(np.array_equal, now, self.tables[rank])):
+            return
+        self.tables[rank], self.of_rounds[rank] = now, {}
+        rounds, table = now
+        for number in np.unique(rounds[rounds != UNSTAGED]).tolist():
+            own = np.flatnonzero(rounds == number)
+            digests = Digests(table[own], pieces.requests[own, COLUMN_COUNT], receiver.device)
+            self.of_rounds[rank][number] = own, digests
+
     def _arriving_blocks(self, rank: int, memory: np.ndarray) -> BlockDigests:
         pieces = self.receiver.pieces[rank].where(self._as_blocks(rank))
         placed = Placed(destination_table(memory, pieces), pieces.destinations)
@@ -161,12 +181,11 @@ class ReceivedDigests:
         """Take the digests of what arrived in a round, and note the local tensors that differ from
         what it makes."""
         receiver = self.receiver
-        memory = region_addresses(receiver.engine.regions.values())
-        for rank, pieces in receiver.pieces.items():
-            in_round = receiver.rounds_of(rank) == number
-            table = reading_destination(receiver.copies(rank, memory)[in_round])
-            digests = Digests(table, pieces.requests[in_round, COLUMN_COUNT], receiver.device)
-            self.in_rounds.setdefault(rank, np.zeros(len(in_round), np.int64))[in_round] = digests.result()
+        for of_rank in self.of_rounds.values():
+            if number in of_rank:
+                # Read when all rounds have run: a GPU brings the next one only after that.
+                of_rank[number][1].begin()
+        self.arrived.add(number)
         if number in receiver.slab.numbers:
             self.mismatches.extend(receiver.slab.mismatches(number))
             return
@@ -222,7 +241,7 @@ class ReceivedDigests:
         are others there, in what it sent, and here. `made_here` are the digests of the pieces of which blocks were
         made here."""
         receiver, pieces = self.receiver, self.receiver.pieces[rank]
-        in_rounds, as_blocks = self._in_rounds(rank), self._as_blocks(rank)
+        as_blocks = self._as_blocks(rank)
         plain_count, blocks = int((~as_blocks).sum()), self.blocks.get(rank)
         of_blocks = blocks.result() if blocks is not None else np.zeros(0, np.int64)
         posted = decode_digests(payload, plain_count + len(of_blocks), receiver.group.names[rank])
@@ -230,8 +249,9 @@ class ReceivedDigests:
         received[~self._made_here(rank) & ~as_blocks] = self.plain[rank].result()
         if made_here is not None:
             received[self._pulled_blocks(rank)] = made_here
-        if in_rounds.any():
-            received[in_rounds] = self.in_rounds[rank][in_rounds]
+        for number, (own, digests) in self.of_rounds[rank].items():
+            if number in self.arrived:
+                received[own] = digests.result()
         wrong = np.zeros(len(as_blocks), bool)
         wrong[~as_blocks] = received[~as_blocks] != posted[:plain_count]
         if blocks is not None:

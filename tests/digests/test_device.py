@@ -13,7 +13,7 @@ from reshard.core.boxes import Box
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
 from reshard.device.digest_tiles import block_columns, tiles_of
-from reshard.device.digests import published, sums_of
+from reshard.device.digests import Sums, published, sums_of
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.digests.numbers import number_of, seed_of
@@ -80,6 +80,26 @@ def test_numbers_that_are_held_less_one_count_as_published(case):
     assert number_of(seeds[0], sums_of([published(box) for box in boxes], seeds)) == wanted
     as_held = [box._replace(dtype=box.dtype.published) for box in boxes]
     assert number_of(seeds[0], sums_of(as_held, seeds)) != wanted, "the control"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_box_that_is_held_transposed_gives_the_number_of_its_tensor(case):
+    boxes, seeds, wanted = boxes_of(case)
+    apart = []
+    for box in boxes:
+        rows, columns = box.box.lengths
+        memory = torch.zeros((columns, 2 * rows + 3), dtype=box.region.tensor.dtype)
+        memory[:, 1 : 2 * rows + 1 : 2] = box.matrix().t()
+        local = Rows(0, rows, 0, columns)
+        apart.append(box._replace(region=Region(memory, 1, 2), local=local, step=2 * rows + 3))
+    assert number_of(seeds[0], sums_of(apart, seeds)) == wanted
+    assert number_of(seeds[0], sums_of([published(box) for box in apart], seeds)) == wanted, (
+        "as a GPU has them"
+    )
+    groups = [*Sums([*boxes, *apart], seeds * 2)._groups([*range(8)])]
+    assert [sorted(group) for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    apart[3].region.tensor.view(torch.uint8)[-1, -3 * DTYPES[case[4]].size - 1] ^= 0x40  # of the last element
+    assert number_of(seeds[0], sums_of(apart, seeds)) != wanted, "the control"
 
 
 def test_tiles_cover_each_element_once():

@@ -11,9 +11,10 @@ from reshard.core.placement import Placement
 from reshard.engines.placing import turned
 from reshard.engines.placing.rules import PlacedTensors, place_by_trace
 from reshard.engines.placing.turned import TurnedMatrices
-from reshard.engines.tracing.trace import storage_id, trace_load
+from reshard.engines.tracing.trace import trace_load
 from reshard.engines.tracing.views import StoredViews
 from reshard.engines.vllm.weights.exchanged import exchange
+from reshard.models.row_runs import storage_id
 
 E, H, INNER = 3, 4, 6
 # By what a loader does: the published tensors' shapes by name, the parameter's shape, and the loader.

@@ -3,13 +3,18 @@ transposes matrices."""
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
 
 import torch
 
+from reshard import DeltaWriter, digest
 from reshard.engines import VllmModel
 from reshard.engines.placing import turned
 from reshard.engines.tracing import views
 from reshard.engines.workers.deltas import EngineDeltas
+from reshard.live.digest import digest_of_models
 from reshard.refit import connect
 from reshard.refit.reporting.served_parts import served_parts
 from reshard.refit.twins import handed_on_by
@@ -27,6 +32,7 @@ def refit_in_turn(
     cases: dict[str, tuple[list[str], dict]],
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
+    delta: bool = False,
     round_bytes: int = turned.ROUND_BYTES,
 ) -> dict[str, dict]:
     """For each case, of two checkpoints and the engine's options: what the engine's ranks hold after a refit from the
@@ -40,12 +46,12 @@ def refit_in_turn(
         model = on_mesh(checkpoints[1], mesh, dtype) if is_trainer else None
         engine = VllmModel(*into_vllm(checkpoints[0], load_format="dummy", **options)) if is_engine else None
         source = FsdpModel(model) if model is not None else None
-        link = connect(members, source, engine, backend=backend)
-        held = []
+        link = connect(members, source, engine, backend=backend, delta=delta)
+        held, digests = [], []
         for checkpoint in reversed(checkpoints):
             if model is not None:
                 copy_shards(on_mesh(checkpoint, mesh, dtype), model)
-            link.refit(verify=True)
+            digests.append((link.refit(verify=True).digest, digest(checkpoint, dtype="bfloat16").text))
             held.append(fingerprint(engine.module) if engine is not None else {})
         newcomer = None
         if is_trainer and engine is not None:
@@ -60,7 +66,8 @@ def refit_in_turn(
                 "rounds": len({one.round for one in matrices.values()}),
                 "slab": max(one.staged.tensor.nbytes for one in matrices.values()),
                 "accounts": {account["what"] for account in engine.tensor_accounts()},
-                "digest": caught(lambda engine=engine: served_parts(engine)),
+                "digests": digests,
+                "sums": sums_of_turned(engine),
                 "deltas": caught(lambda engine=engine: EngineDeltas(engine)),
                 "handed on": fingerprint(newcomer.module) if newcomer is not None else None,
                 "as published": caught(lambda engine=engine: engine.check_as_published()),
@@ -68,6 +75,23 @@ def refit_in_turn(
         del link, model, engine, source, newcomer
         gc.collect()
     return results
+
+
+def sums_of_turned(engine: VllmModel) -> dict[str, tuple[int, int]]:
+    """What parts of the tensors whose transposes an engine serves add to a digest: as it is, and where an element of
+    each of them has been changed, by tensor."""
+    parts = served_parts(engine)
+    regions = [matrix.served for matrix in engine.turned.matrices.values()]
+    served = {region.tensor.data_ptr(): region.tensor for region in regions}
+    before = parts.sums().take()
+    for region in regions:
+        region.tensor.detach().view(-1).view(torch.uint8)[region.offset * region.tensor.element_size()] ^= 1
+    after = parts.sums().take()
+    return {
+        f"{box.name} {box.box}": pair
+        for box, *pair in zip(parts.boxes, before, after, strict=True)
+        if box.region.tensor.data_ptr() in served
+    }
 
 
 def exchanged(matrices: turned.TurnedMatrices) -> None:
@@ -134,4 +158,67 @@ def faults(rank: int, sides: dict, cases: dict[str, tuple[list[str], dict]]) -> 
             del link, engine
         said["another stride"] = with_another_stride(members, source, checkpoints[0], options), False
         results[name] = said
+    return results
+
+
+def out_of_memory(*_: object) -> None:
+    """Fail as torch does where a GPU has no memory left."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+
+
+def without_memory(
+    rank: int, sides: dict, checkpoints: list[str], options: dict, backend: str
+) -> dict[str, tuple[str, bool]]:
+    """What each member says, and whether an engine's rank may serve then, where the first of these has no memory left
+    as it makes the slab, writes transposes, or compares these; and after a whole refit."""
+    turned.ROUND_BYTES = 1 << 16
+    is_trainer, is_engine, members = start(rank, sides)
+    first = rank == (0 if is_trainer else sides["trainer"])
+    source = FsdpModel(sharded(checkpoints[1], sides["trainer"])) if is_trainer else None
+
+    def engine(in_vain: bool = False) -> VllmModel:
+        failing = mock.patch.object(turned.TurnedMatrices, "of", out_of_memory)
+        with failing if in_vain and first else nullcontext():
+            return VllmModel(*into_vllm(checkpoints[0], load_format="dummy", **options))
+
+    def said(action: Callable[[], object]) -> str:
+        try:
+            return caught(action)
+        except torch.OutOfMemoryError as error:
+            return f"torch: {error}"
+
+    results = {
+        "slab": (
+            said(
+                lambda: connect(
+                    members, source, partial(engine, True) if is_engine else None, backend=backend
+                )
+            ),
+            False,
+        )
+    }
+    made = engine() if is_engine else None
+    link = connect(members, source, made, backend=backend)
+    for step in ("write", "mismatches", ""):
+        if step and first and made is not None:
+            setattr(made.turned, step, out_of_memory)
+        results[step] = said(lambda: link.refit(verify=True)), made is not None and made.ready
+        if step and first and made is not None:
+            delattr(made.turned, step)
+    return results
+
+
+def read_as_published(rank: int, sides: dict, cases: dict[str, tuple[list[str], str]]) -> dict[str, tuple]:
+    """For each case, of two checkpoints and the place for a chain: the digests of a trainer of the first, and of the
+    second, which it adds to the chain."""
+    members = start(rank, sides)[2]  # kept until the other rank has joined them
+    results = {}
+    for name, (checkpoints, chain) in cases.items():
+        source = FsdpModel(sharded(checkpoints[0], sides["trainer"]))
+        before = digest_of_models(source, checkpoints[0]).text
+        writer = DeltaWriter(source, checkpoints[0], chain)
+        copy_shards(sharded(checkpoints[1], sides["trainer"]), source.model)
+        writer.save()
+        results[name] = before, digest_of_models(source, checkpoints[0]).text
+    members.close()
     return results

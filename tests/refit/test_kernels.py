@@ -33,6 +33,7 @@ from reshard.refit.copying.tables import (
     table_of,
     tiles_of,
 )
+from reshard.refit.copying.transposes import Transpose
 
 # rows, width, source pitch, destination pitch, shift of both ends; in bytes
 SHAPES = [
@@ -256,7 +257,7 @@ def test_a_digest_is_what_whole_numbers_give(size, count):
     assert host_digest() != [before]
 
 
-@pytest.mark.parametrize("kernel", ["copy", "codec", "digest"])
+@pytest.mark.parametrize("kernel", ["copy", "codec", "digest", "transpose"])
 def test_the_kernel_does_what_the_host_does(kernel):
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     done = subprocess.run(
@@ -269,9 +270,37 @@ def test_the_kernel_does_what_the_host_does(kernel):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def transposed() -> None:
+    """Matrices between rows of others are transposed, aligned and not, and an element that differs is found."""
+    from reshard.refit.copying.transpose_kernels import transpose
+
+    for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4), (torch.uint8, 1)):
+        for rows, columns, aligned in ((1, 1, False), (96, 144, True), (70, 129, False), (3, 200, False)):
+            source = torch.randint(0, 255, (2, rows, columns + 16 // size), dtype=torch.uint8).to(dtype)
+            target = torch.full((2, columns, rows + 32 // size), 7, dtype=torch.uint8).to(dtype)
+            sizes = rows, columns, source.stride(1), target.stride(1), size
+            made = [Transpose(source[i].data_ptr(), target[i].data_ptr(), *sizes) for i in range(2)]
+            assert all(one.is_aligned for one in made) == aligned
+            table = torch.tensor([one[:-1] for one in made])
+            how = size, aligned, -(-rows // 64) * -(-columns // 64)
+            transpose(table, *how, None)
+            expected = torch.full_like(target, 7)
+            expected[:, :, :rows] = source[:, :, :columns].transpose(1, 2)
+            assert torch.equal(target, expected)
+            differing = torch.zeros(2, dtype=torch.int32)
+            transpose(table, *how, differing)
+            assert differing.tolist() == [0, 0]
+            target[1, columns - 1, rows - 1] += 1
+            transpose(table, *how, differing)
+            assert differing.tolist() == [0, 1]
+
+
 def interpret(kernel: str) -> None:
     from reshard.refit.copying.kernels import copy_tiles, digest_tiles
 
+    if kernel == "transpose":
+        transposed()
+        return
     small = [
         (n, min(width, 3000), min(a, 3016) if a else a, min(b, 3032) if b else b, shift)
         for n, width, a, b, shift in SHAPES

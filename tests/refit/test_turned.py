@@ -4,6 +4,8 @@ bit what vLLM's own loader makes of the saved model."""
 import pytest
 import torch
 
+from reshard import diff, digest
+from reshard.delta import apply
 from tests import install_sglang_cpu
 from tests.refit.test_without_table import sides
 from tests.starting import warm
@@ -27,7 +29,7 @@ RUNS = {
     (2, 1, False): (
         {"replicate": 2, "shard": 1},
         {"GPT-2": (GPT2, {}), "Llama 4": (LLAMA4, SCALED), "gpt-oss": (GPT_OSS, {})},
-        {"dtype": torch.float32, "backend": "nccl"},
+        {"dtype": torch.float32, "backend": "nccl", "delta": True},
     ),
 }  # fmt: skip
 
@@ -80,7 +82,10 @@ def test_an_engine_serves_the_transposes_of_what_arrives_at_each_refit(run, chec
             if "round_bytes" in options:
                 assert one["rounds"] > 1 and one["slab"] <= options["round_bytes"], case
             assert "brought" in one["accounts"]
-            assert "into a form of its own, which no checkpoint has" in one["digest"]
+            assert all(refitted == of_directory for refitted, of_directory in one["digests"])
+            assert len({*one["digests"]}) == 2
+            changed = [before != after for before, after in one["sums"].values()]
+            assert sum(changed) >= one["matrices"], "an element of each"
             assert "rearranged or quantized, and deltas are of plain weights" in one["deltas"]
             assert "as something else than what was published" in one["as published"]
             assert one["handed on"] == (first if together else None)
@@ -94,6 +99,41 @@ def test_a_wrong_transpose_is_seen(checkpoints, tmp_path):
                 sentence, ready = said[fault]
                 assert "did not arrive as they are in the trainer" in sentence and not ready, (name, fault)
             assert "loader does not fill" in said["another stride"][0], said["another stride"]
+
+
+@pytest.mark.parametrize(("run", "backend"), [((2, 2, True), "auto"), ((2, 2, False), "nccl")], ids=str)
+def test_an_engine_without_memory_is_named_by_all_at_once(run, backend, checkpoints, tmp_path):
+    trainers, engines, together = run
+    ranks = trainers if together else trainers + engines
+    arguments = sides(tmp_path, *run), checkpoints(GPT_OSS), {"tp": 2}, backend
+    results = run_on_ranks(ranks, "without_memory", *arguments, module="refit_turned_on_cpu")
+    for rank, said in enumerate(results):
+        assert "out of memory" in said["slab"][0]
+        for step in ("write", "mismatches"):
+            sentence, ready = said[step]
+            assert (
+                "vLLM cannot make what it serves of what has arrived (OutOfMemoryError: CUDA out of memory"
+                in sentence
+            )
+            assert (
+                sentence.startswith("vLLM")
+                or f"inference rank {0 if together else trainers}: vLLM" in sentence
+            )
+            assert "silent" not in sentence and not ready
+        assert said[""] == ("no error", rank >= ranks - engines)
+
+
+def test_what_a_trainer_holds_transposed_has_the_digest_of_what_it_saves(checkpoints, tmp_path):
+    cases = {name: (checkpoints(name), f"{tmp_path}/{name}") for name in (GPT2, LLAMA4, GPT_OSS)}
+    places = sides(tmp_path, 2, 2, True)
+    for of in run_on_ranks(2, "read_as_published", places, cases, module="refit_turned_on_cpu"):
+        assert of == {
+            name: tuple(digest(one).text for one in of_name) for name, (of_name, _) in cases.items()
+        }
+    for name, ((first, second), chain) in cases.items():
+        apply(first, chain, tmp_path / f"{name} applied", version=1)
+        assert diff(second, tmp_path / f"{name} applied").equal
+        assert not diff(first, tmp_path / f"{name} applied").equal
 
 
 def test_a_context_in_which_vllm_scales_no_attention_is_refused_by_name(checkpoints, tmp_path):

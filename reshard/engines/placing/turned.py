@@ -13,9 +13,10 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.device.memory import Region, aligned, same_bits
 from reshard.engines.placing.rules import PlacedTensors
+from reshard.refit.copying.transposes import Transpose, Transposes
 
-# The most that a round has, unless one matrix alone is larger.
-ROUND_BYTES = 64 << 20
+# The most that a round has, unless one matrix alone is larger. In half of that launches take longer than the bytes.
+ROUND_BYTES = 128 << 20
 
 
 class TurnedMatrix(NamedTuple):
@@ -27,6 +28,13 @@ class TurnedMatrix(NamedTuple):
     round: int
     rows: int
     columns: int
+
+    def transpose(self) -> Transpose:
+        """Return where both are now."""
+        return Transpose(
+            self.staged.address, self.served.address, self.rows, self.columns, self.staged.pitch, self.served.pitch,
+            self.served.tensor.element_size(),
+        )  # fmt: skip
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what is served and what has arrived, as ``[columns, rows]`` both."""
@@ -45,6 +53,7 @@ class TurnedMatrices:
         self._by_round: dict[int, list[tuple[Any, TurnedMatrix]]] = {}
         for identity, matrix in matrices.items():
             self._by_round.setdefault(matrix.round, []).append((identity, matrix))
+        self._on_gpu: dict[int, Transposes] = {}  # by round
 
     @staticmethod
     def of(placed: PlacedTensors, first_round: int = 0) -> "TurnedMatrices":
@@ -68,6 +77,11 @@ class TurnedMatrices:
         length = max(start + sizes[identity] for identity, (_, start) in starts.items())
         slab = torch.zeros(aligned(length), dtype=torch.uint8, device=device)
         of_dtype: dict[torch.dtype, torch.Tensor] = {}
+        if device.type == "cuda":
+            from reshard.refit.copying.transpose_kernels import compile_transposes
+
+            for size in {served.tensor.element_size() for served in placed.turned.values()}:
+                compile_transposes(size, device)
         for identity, served in placed.turned.items():
             (number, start), (rows, columns) = starts[identity], shapes[identity]
             dtype = served.tensor.dtype
@@ -106,13 +120,29 @@ class TurnedMatrices:
     def write(self, number: int) -> None:
         """Write the transposes of what lies in the slab to where a round's matrices are served from; on a GPU, on the
         current stream."""
+        if (on_gpu := self._transposes(number)) is not None:
+            on_gpu.write()
+            return
         for _, matrix in self._by_round[number]:
             served, arrived = matrix.views()
             served.copy_(arrived)
 
+    def _transposes(self, number: int) -> Transposes | None:
+        """Return those of a round, from and to where they are now; None on a CPU."""
+        matrices = [matrix for _, matrix in self._by_round[number]]
+        device = matrices[0].served.tensor.device
+        if device.type != "cuda":
+            return None
+        now, known = tuple(matrix.transpose() for matrix in matrices), self._on_gpu.get(number)
+        if known is None or known.matrices != now:
+            known = self._on_gpu[number] = Transposes(now, device)
+        return known
+
     def mismatches(self, number: int) -> list[Any]:
         """Return the ids of a round's matrices that are served as something else than the transposes of what lies in
         the slab."""
+        if (on_gpu := self._transposes(number)) is not None:
+            return [self._by_round[number][index][0] for index in on_gpu.mismatches()]
         return [identity for identity, matrix in self._by_round[number] if not same_bits(*matrix.views())]
 
     def check_as_loaded(self, layers: Collection[str], how: str, instead: str) -> None:

@@ -79,7 +79,7 @@ class ServedDigest:
         if engine.staged_rounds:
             return b""
         tensors = engine.written_tensors()
-        if tensors[0].device.type == "cuda" and not is_mapped(tensors[0].data_ptr()):
+        if tensors and tensors[0].device.type == "cuda" and not is_mapped(tensors[0].data_ptr()):
             return b""
         storages = {
             storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)
@@ -87,7 +87,7 @@ class ServedDigest:
         made_for = [*storages.items()]  # in an order that is not of where they lie
         if self._digests is None or made_for != self._made_for:
             table = empty_table(len(made_for))
-            table[:, SRC], table[:, WIDTH] = np.array(made_for, np.int64).T
+            table[:, SRC], table[:, WIDTH] = np.array(made_for, np.int64).reshape(-1, 2).T
             table[:, SRC_PITCH], table[:, ROWS], table[:, CODEC] = table[:, WIDTH], 1, PLAIN
             self._digests, self._made_for = Digests(table, table[:, WIDTH], engine.device), made_for
         return digest(self._digests.result().tobytes(), "\n".join(sorted(engine.stale_derived())).encode())

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.core.boxes import Box
 from reshard.core.dtypes import Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.device.digests import Sums
 from reshard.device.live_boxes import LiveBox
-from reshard.device.memory import Region
+from reshard.device.table_form import TableForm
 from reshard.digests.numbers import seed_of
 from reshard.digests.result import counted_dtype
 from reshard.megatron.parameters import expand
@@ -17,7 +16,7 @@ from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import any_model, tower_of
 from reshard.refit.codecs.served_blocks import not_in, scales_of
 from reshard.refit.drafter import DraftingEngine, digest_of_drafter
-from reshard.refit.engine import Engine
+from reshard.refit.engine import TOWER_AS_LOADED, Engine
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.io.streams import TensorInfo
@@ -40,7 +39,8 @@ class ServedParts:
 def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
     """Return of each box that this rank serves its tensor's name, its rows and columns, and its sum; with the dtypes
     and shapes of the tensors, and the version. A drafter that is a model of its own has a digest apart (``drafter``),
-    of what the rank holds of it.
+    of what the rank holds of it. A tower that no refit has brought does not count; ``tower`` is of how many tensors it
+    is.
 
     Raises ReshardError if the rank does not hold whole weights, or serves codes whose checkpoint is not known.
     """
@@ -59,6 +59,7 @@ def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
         "tensors": described,
         "parts": of_boxes,
         "drafter": digest_of_drafter(of_drafter),
+        "tower": sum(one["tensors"] for one in engine.tensor_accounts() if one["how"] == TOWER_AS_LOADED),
     }
 
 
@@ -68,8 +69,10 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
     Raises ReshardError if it serves codes whose checkpoint is not known, or what is made of tensors that it has not
     kept.
     """
-    if engine.staged_rounds:
-        names = [str(each[0] if isinstance(each, tuple) else each) for each in engine.staged_rounds]
+    transposes = engine.transposes()
+    others = [identity for identity in engine.staged_rounds if identity not in transposes]
+    if others:
+        names = [str(each[0] if isinstance(each, tuple) else each) for each in others]
         raise ReshardError(
             f"this {engine.guard.engine} quantizes or rearranges {listed(names, 2)} into a form of its own, which no "
             "checkpoint has: its digest is not known; compare what it serves with a refit's verify=True"
@@ -82,30 +85,41 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
     tensors: dict[str, TensorInfo] = {}
     boxes: list[LiveBox] = []
 
-    def add(name: str, shape: tuple[int, ...], box: Box, region: Region, local: Rows, counted: Dtype) -> None:
-        info = TensorInfo(shape, counted)
-        if tensors.setdefault(name, info) != info:
-            raise ReshardError(
-                f"this {engine.guard.engine} holds {name} as {tensors[name].dtype.name} and as {counted.name}: "
-                "give dtype=, in which both count"
-            )
-        boxes.append(LiveBox(name, box, region, local, counted))
+    def shape_of(name: str) -> tuple[int, ...]:
+        if name not in shapes:
+            raise ReshardError(f"this {engine.guard.engine} serves {name}, which its model does not have")
+        return tuple(shapes[name])
 
+    def add(live: LiveBox, shape: tuple[int, ...]) -> None:
+        info = TensorInfo(shape, live.dtype)
+        if tensors.setdefault(live.name, info) != info:
+            raise ReshardError(
+                f"this {engine.guard.engine} holds {live.name} as {tensors[live.name].dtype.name} and as "
+                f"{live.dtype.name}: give dtype=, in which both count"
+            )
+        boxes.append(live)
+
+    table = TableForm(model)
     for identity, tensor in engine.placement.tensors.items():
-        region, scales = engine.regions[identity], engine.scales.get(identity)
+        region, scales, step = engine.regions[identity], engine.scales.get(identity), 1
+        if (transpose := transposes.get(identity)) is not None:
+            region, step = transpose._replace(pitch=1), transpose.pitch
         held = dtype_named(region.tensor.dtype)
         for part in tensor.parts:
             if part.name.startswith(DRAFTER):
                 continue
-            name, local = mapping.copies.get(part.name, part.name), Rows.of(part.local_box)
-            if name not in shapes:
-                raise ReshardError(f"this {engine.guard.engine} serves {name}, which its model does not have")
-            shape = tuple(shapes[name])
+            name = mapping.copies.get(part.name, part.name)
+            live = LiveBox(name, part.box, region, Rows.of(part.local_box), held, step)
             if scales is None:
-                add(name, shape, part.box, region, local, counted_dtype(name, held, target, mapping.fp32))
+                for one in table.boxes(live):
+                    counted = counted_dtype(one.name, held, target, mapping.fp32)
+                    add(one._replace(dtype=counted), shape_of(one.name))
                 continue
             if target is not None:
                 raise ReshardError(not_in(target, name, engine.guard.engine))
-            add(name, shape, part.box, region, local, held)
-            add(*scales_of(name, shape, part, scales.region))
+            add(live, shape_of(name))
+            of_scales, shape, box, in_memory, local, dtype = scales_of(
+                name, shape_of(name), part, scales.region
+            )
+            add(LiveBox(of_scales, box, in_memory, local, dtype), shape)
     return ServedParts(tensors, boxes)
