@@ -32,6 +32,7 @@ from reshard.delta.manifests import (
     manifests_in,
 )
 from reshard.delta.stores import Store, open_store, write_errors
+from reshard.models.config_fields import ignore_hint, ignored
 from reshard.storage.io.casts import EXACT
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.sources.versions import FileVersions
@@ -260,8 +261,22 @@ def check_tensors(
             continue
         raise ReshardError(
             f"{where} is another model than the base of {chain}: {name} is {in_words(held)}, and the base's "
-            f"{in_words(wanted)}"
+            f"{in_words(wanted)}{_on_ignored(base) if held is None or wanted is None else ''}"
         )
+
+
+def _on_ignored(base: Base) -> str:
+    """Return what a reader is told of config fields that are ignored where the chain was begun, or here, and not in
+    both: without them tensors may have other names. Empty without any, or of a chain that does not say it."""
+    theirs, own = {*base.ignored_config_fields}, ignored()
+    fields = sorted(theirs - own or own - theirs)
+    if base.config is None or not fields:
+        return ""
+    begun, here = ("without", "with") if theirs - own else ("with", "without")
+    return (
+        f"; the chain was begun {begun} the config's {listed(fields)}, and this is read {here}, by which tensors may "
+        f"have other names: ignore the same in both places, by {ignore_hint(fields)}"
+    )
 
 
 def check_digest(base: Base, digest: str, where: str, chain: str) -> None:

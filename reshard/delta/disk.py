@@ -16,13 +16,19 @@ from reshard.delta.chain import (
     in_words,
     next_version,
 )
+from reshard.delta.configs import (
+    check_config_of_base,
+    check_config_of_chain,
+    check_named_alike,
+    check_same_config,
+    recorded_of_source,
+)
 from reshard.delta.files import RecordWriter
 from reshard.delta.manifests import Base, Delta, delta_name
 from reshard.delta.records import RECORD_BYTES, row_box
 from reshard.delta.source import DeltaSource, own_tensors
 from reshard.delta.stored_drafter import written_beside
 from reshard.digests.numbers import seed_of, start_of, sum_rows, text_of, total_of
-from reshard.megatron.configs import config_differences
 from reshard.models.config_fields import check_ignored
 from reshard.storage.convert import check_towers, to_hf
 from reshard.storage.destinations.huggingface import parse_size
@@ -34,7 +40,7 @@ from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.opening import check_config_is_read, open_source
+from reshard.storage.sources.opening import check_config_is_read, open_source, with_larger_model
 from reshard.storage.sources.verify import SourceChecks, check_listed
 
 
@@ -95,9 +101,11 @@ def save(
         config = None if hf_config is None else config_path(hf_config)
         left, right = (stack.enter_context(closing(open_source(path, config))) for path in directories)
         check_ignored(left.model, right.model)
-        tensors = own_tensors(left)
-        _check_same_model(tensors, own_tensors(right), str(old), str(new))
-        _check_same_config(left, right, str(old), str(new))
+        tensors, others = own_tensors(left), own_tensors(right)
+        check_named_alike((left.model, tensors), (right.model, others), str(old), str(new))
+        _check_same_model(tensors, others, str(old), str(new))
+        old_model = with_larger_model(left)
+        check_same_config(old_model, with_larger_model(right), str(old), str(new))
         exists = target.exists
         if exists and target.base.drafter is not None:
             raise ReshardError(
@@ -107,6 +115,7 @@ def save(
         deltas = target.deltas() if exists else []
         if exists:
             check_tensors(target.base, tensors, str(old), target.where)
+            check_config_of_chain(target.base, old_model, str(old), target.where)
         number, follows = next_version(deltas, version, target.where)
         scratch = stack.enter_context(target.store.writing())
         writer = RecordWriter(scratch, f"{delta_name(number)}.safetensors")
@@ -115,7 +124,7 @@ def save(
             _check_copies(left)
             _check_copies(right)
             before, after = _write_changes(left, right, tensors, writer, workers, progress)
-        base = target.base if exists else Base(str(old), before, tensors)
+        base = target.base if exists else Base(str(old), before, tensors, **recorded_of_source(left))
         _check_old(base, deltas, (before, after), (str(old), str(new)), target.where)
         file = writer.finish(number, follows)
         target.check_end(follows if exists else None)
@@ -193,16 +202,6 @@ def _check_same_model(
         )
 
 
-def _check_same_config(left: Source, right: Source, old_name: str, new_name: str) -> None:
-    """Raise ReshardError if two checkpoints of the same tensors are two models by their configs: a chain has
-    weights only, and what `apply` writes has the base's config."""
-    for name, (had, has) in config_differences(left.model, right.model).items():
-        raise ReshardError(
-            f"{new_name} is not a new version of {old_name}: its config has {name} {has!r:.80}, and had "
-            f"{had!r:.80}; begin a new chain, with {new_name} as its base"
-        )
-
-
 def _check_old(
     base: Base, deltas: list[Delta], digests: tuple[str, str], places: tuple[str, str], chain: str
 ) -> None:
@@ -269,6 +268,7 @@ def apply(
         if isinstance(base_source, MegatronSource):
             check_towers(base_source)
         source = stack.enter_context(closing(DeltaSource(base_source, opened, deltas)))
+        check_config_of_base(opened.base, with_larger_model(base_source), str(base), opened.where)
         if not dry_run:
             team.together(lambda: source.check(workers) if team.process == 0 else None)
         newest = deltas[-1].version if deltas else 0

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +79,24 @@ class Base:
     """The weights that a chain begins with: `name` is what it was called when the chain was begun, `tensors`
     are canonical ones that repeat no other. `chain` is drawn when a chain begins, and in each of its
     versions: two chains may agree in their first ones. Where there is a `drafter`, `tensors` and `digest` are of both,
-    and the names of its tensors begin with `DRAFTER`."""
+    and the names of its tensors begin with `DRAFTER`. `config` is its ``config.json``, without what names places, and
+    `ignored_config_fields` those of its fields that were ignored; None of a chain that does not say it."""
 
     name: str
     digest: str
     tensors: dict[str, TensorInfo]
     chain: str = field(default_factory=lambda: secrets.token_hex(16))
     drafter: BaseDrafter | None = None
+    config: dict[str, Any] | None = None
+    ignored_config_fields: list[str] = field(default_factory=list)
 
     def of_model(self) -> "Base":
         """Return the base of the model alone."""
         if self.drafter is None:
             return self
         tensors = {name: info for name, info in self.tensors.items() if not name.startswith(DRAFTER)}
-        return Base(self.name, without(self.digest, self.drafter.digest), tensors, self.chain)
+        digest = without(self.digest, self.drafter.digest)
+        return replace(self, digest=digest, tensors=tensors, drafter=None)
 
     def of_drafter(self) -> "Base | None":
         """Return the base of the drafter alone, whose tensors keep their canonical names; None without one."""
@@ -174,6 +178,8 @@ def fields_of_base(base: Base) -> dict[str, Any]:
     """Return the fields of a base's manifest."""
     tensors = {n: {"dtype": info.dtype.name, "shape": list(info.shape)} for n, info in base.tensors.items()}
     fields = {"name": printable(base.name), "chain": base.chain, "digest": base.digest, "tensors": tensors}
+    if base.config is not None:  # what does not know of these leaves them unread
+        fields |= {"config": base.config, "ignored_config_fields": base.ignored_config_fields}
     if base.drafter is None:
         return fields
     drafter = asdict(base.drafter) | {"name": printable(base.drafter.name)}
@@ -188,11 +194,17 @@ def base_of(fields: dict[str, Any], place: str) -> Base:
         if dtype is None or not whole_numbers(entry.get("shape")) or not a_name(name):
             raise ReshardError(f"{place} has a malformed entry for {name[:200]!a}")
         tensors[name] = TensorInfo(tuple(entry["shape"]), dtype)
-    chain = fields.get("chain")
+    chain, config, ignored = (
+        fields.get("chain"),
+        fields.get("config"),
+        fields.get("ignored_config_fields", []),
+    )
     is_base = isinstance(fields.get("name"), str) and _is_digest(fields.get("digest")) and _is_identity(chain)
-    if not tensors or not is_base:
+    has_config = isinstance(config, dict | None) and isinstance(ignored, list) and all(map(a_name, ignored))
+    if not tensors or not is_base or not has_config:
         raise ReshardError(f"{place} is not the base of a chain of deltas")
-    return Base(fields["name"], fields["digest"], tensors, str(chain), _drafter_of(fields, tensors, place))
+    drafter = _drafter_of(fields, tensors, place)
+    return Base(fields["name"], fields["digest"], tensors, str(chain), drafter, config, ignored)
 
 
 def _drafter_of(fields: dict[str, Any], tensors: Mapping[str, TensorInfo], place: str) -> BaseDrafter | None:

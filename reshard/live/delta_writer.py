@@ -15,6 +15,7 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.delta.chain import Chain, check_tensors, next_version
+from reshard.delta.configs import check_config_of_chain, check_named_alike, check_same_config, recorded
 from reshard.delta.disk import DeltaReport
 from reshard.delta.files import RecordWriter
 from reshard.delta.manifests import Base, BaseDrafter, Delta, File, delta_name
@@ -32,11 +33,13 @@ from reshard.live.inventory import take_inventory
 from reshard.live.local_boxes import LocalBoxes
 from reshard.live.local_part import local_boxes
 from reshard.live.published_model import PublishedModel
+from reshard.megatron.towers import takes_tower
 from reshard.models.drafters import DRAFTER
+from reshard.models.model import Model
 from reshard.storage.io.casts import cast, float_dtype
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.sources.base import Source
-from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.opening import open_source, with_larger_model
 from reshard.storage.sources.paths import HF_FILES, locate
 from reshard.trainers.drafter import WithDrafter
 from reshard.trainers.fsdp import FsdpModel
@@ -93,7 +96,7 @@ class DeltaWriter:
             def describe() -> None:
                 published, drafter = PublishedModel.read(hf_config), None
                 of_model = models.trainer if isinstance(models, WithDrafter) else models
-                local = local_boxes(of_model, metadata)  # type: ignore[arg-type]
+                local = local_boxes(of_model, metadata, turned_too=True)  # type: ignore[arg-type]
                 local.find_boxes(published.model, make_vocab_size_divisible_by, name)
                 if isinstance(models, WithDrafter):
                     drafter = LocalDrafter(models.drafter)
@@ -106,7 +109,7 @@ class DeltaWriter:
             check_same_options(team, "deltas", options)
             inventory = take_inventory(team, self.local, published)
             self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
-            self.config = published.path  # for a Megatron base without one of its own
+            self.published = published
             self.numbers = team.scatter(inventory.assigned_numbers(team.size))
             self._add_drafter(team)
             self._follow(team)
@@ -151,7 +154,8 @@ class DeltaWriter:
                 return
             with self.chain.store.writing() as scratch:
                 self.chain.check_end(None)
-                base = Base(name, self.digest, self.tensors)
+                said = recorded(self.published.config, self.published.model)
+                base = Base(name, self.digest, self.tensors, **said)
                 self.chain.begin(replace(base, drafter=begun and BaseDrafter(**begun)), scratch)
 
         run_on_first(team, begin)
@@ -217,9 +221,12 @@ class DeltaWriter:
 
         def digest() -> int:
             with closing(
-                open_source(directory, self.config if locate(directory) is not None else None)
+                open_source(directory, self.published.path if locate(directory) is not None else None)
             ) as source:
-                stored = own_tensors(source)
+                stored, model = own_tensors(source), self.published.model
+                check_named_alike(
+                    (source.model, stored), (model, tensors), str(directory), "the trainer's model"
+                )
                 lacking = [
                     n for n, info in tensors.items() if n not in stored or stored[n].shape != info.shape
                 ]
@@ -228,6 +235,8 @@ class DeltaWriter:
                         f"{directory} is another model than the trainer's: it has no {listed(lacking, 3)} "
                         "of that shape; give base= the checkpoint that the model holds now"
                     )
+                named = str(directory), "the trainer's model"
+                check_same_config(with_larger_model(source), self._larger_model(), *named)
                 with source.unchanged():
                     return sum(
                         _digest_of_stored(source, name, tensors[name])
@@ -247,10 +256,14 @@ class DeltaWriter:
         drafter = BaseDrafter("", self.digest_of_drafter, {}) if self.drafter is not None else None
         return Base("", self.digest, self.tensors, drafter=drafter).of_model()
 
+    def _larger_model(self) -> Model:
+        return takes_tower(self.published.model, self.published.config)
+
     def _check_newest(self, deltas: list[Delta]) -> None:
         """Raise ReshardError unless this model's weights are those of the chain's newest version."""
         base = self.chain.base
         check_tensors(base, self.tensors, "the trainer's model", self.chain.where)
+        check_config_of_chain(base, self._larger_model(), "the trainer's model", self.chain.where)
         newest = deltas[-1].after if deltas else base.digest
         if newest != self.digest:
             last = f"version {deltas[-1].version}" if deltas else f"the base ({base.name})"

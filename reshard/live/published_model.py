@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.towers import takes_tower
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
+from reshard.models.published import own_fields
 from reshard.models.without_table import any_model
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import ignored_as_recorded, read_config
@@ -30,11 +31,12 @@ from reshard.storage.sources.paths import HF_FILES, locate
 class PublishedModel:
     """A Hugging Face config with its surroundings.
 
-    `path` is the directory or file that it was read from, None for a config in memory. `beside` are the files
+    `path` is the directory or file that `config` was read from, None for one in memory. `beside` are the files
     next to it by name, `stored` the names of the tensors in its directory, empty if they are not known.
     """
 
     path: Path | None
+    config: Mapping[str, Any]
     model: Model
     beside: dict[str, Path]
     stored: frozenset[str]
@@ -51,7 +53,8 @@ class PublishedModel:
             raise ReshardError(
                 f"hf_config is a {type(config).__name__}, which is neither a path, a hub id nor a transformers config"
             )
-        return PublishedModel(None, _whole(config.to_dict(), f"the {type(config).__name__}"), {}, frozenset())
+        fields = config.to_dict()
+        return PublishedModel(None, fields, _whole(fields, f"the {type(config).__name__}"), {}, frozenset())
 
     @staticmethod
     def read(config: "str | Path | PublishedModel | Any") -> "PublishedModel":
@@ -64,19 +67,21 @@ class PublishedModel:
             return PublishedModel.from_transformers(config)
         root = config_path(config)
         if root.is_file():
-            model = _whole(read_config(root), str(root))
+            fields = read_config(root)
+            model = _whole(fields, str(root))
             check_ignored(model)
-            return PublishedModel(root, model, {"config.json": root}, frozenset())
+            return PublishedModel(root, fields, model, {"config.json": root}, frozenset())
         checkpoint = locate(root)
         if checkpoint is not None and (checkpoint.root / HF_FILES / "config.json").is_file():
             root = checkpoint.root  # of the last iteration
         path = root / HF_FILES if (root / HF_FILES / "config.json").is_file() else root
         with ignored_as_recorded(root):
-            model = _whole(read_config(path / "config.json"), str(path / "config.json"))
+            fields = read_config(path / "config.json")
+            model = _whole(fields, str(path / "config.json"))
         check_ignored(model)
         files = beside(path).files
         stored = (read_manifest(root) or {}).get("tensors") or _stored(path)
-        return PublishedModel(path, model, files, frozenset(stored))
+        return PublishedModel(path, fields, model, files, frozenset(stored))
 
 
 def _whole(config: dict[str, Any], where: str) -> Model:
@@ -86,10 +91,7 @@ def _whole(config: dict[str, Any], where: str) -> Model:
 
 def digest_of(model: Model) -> str:
     """Return a digest of a model's config, without where it lay and what wrote it."""
-    fields = {
-        key: value for key, value in model.config.items() if key[0] != "_" and key != "transformers_version"
-    }
-    text = json.dumps(fields, sort_keys=True, default=str)
+    text = json.dumps(own_fields(model.config), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

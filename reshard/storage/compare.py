@@ -11,13 +11,14 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.core.printed import NoTruthValue, Printed
 from reshard.models.config_fields import check_ignored
-from reshard.models.model import different_fields
+from reshard.models.model import different_fields, why_named_otherwise
+from reshard.models.without_table import different_beside
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.opening import check_same_kind, open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, source_directory
-from reshard.storage.sources.opening import check_config_is_read
+from reshard.storage.sources.opening import check_config_is_read, with_larger_model
 from reshard.storage.sources.paths import config_beside, locate
 from reshard.storage.sources.training import has_states, is_of_training, is_padding, notices_on_training
 
@@ -119,8 +120,8 @@ def diff(
     tensors; and their configs, by what they make of the tensors.
 
     `only` chooses tensors by their published names. A tensor of another dtype differs, and is
-    compared by value. Raises ReshardError if one of them cannot be read, or `only` chooses
-    nothing.
+    compared by value. Raises ReshardError if one of them cannot be read, `only` chooses nothing, or
+    fields of the config are ignored on one side, and name its tensors otherwise.
     """
     allow_many_files()
     left_directory, right_directory = source_directory(str(a)), source_directory(str(b))
@@ -144,11 +145,15 @@ def diff(
         common = [name for name in left.tensors if name in right.tensors and chosen(name)]
         # A copy that only one side keeps under a name of its own says nothing new.
         result = Diff(str(a), str(b), common, fields=different_fields(left.model, right.model))
+        result.fields |= different_beside(with_larger_model(left), with_larger_model(right))
         result.notices = [*left.model.notices, *right.model.notices, *left.assumed, *right.assumed]
         result.notices += notices_on_training(left, right)
         _compare_factors(left, right, result)
         result.only_a = sorted(filter(chosen, _tensors_without(left, right)))
         result.only_b = sorted(filter(chosen, _tensors_without(right, left)))
+        why = why_named_otherwise(left.model, right.model)
+        if why and (result.only_a or result.only_b):
+            raise ReshardError(f"{a} and {b} cannot be compared: {why}")
         if not (common or result.only_a or result.only_b):
             raise ReshardError(
                 f"there is nothing to compare: `only` chooses none of the {len(left.tensors)} tensors of {a}"

@@ -283,6 +283,14 @@ def test_another_base_and_another_step_are_refused_by_name(trained, chain, tmp_p
         save(trained[20], tmp_path / "epsilon", chain)
     with pytest.raises(ReshardError, match="qwen is not a new version of"):
         save(trained[20], tmp_path / "qwen", chain)
+    shutil.copytree(trained[0], tmp_path / "another config")
+    (tmp_path / "another config" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    with pytest.raises(
+        ReshardError,
+        match="another config is not the base of .*: its config has rms_norm_eps 0.25, and the chain was begun with "
+        "1e-0.*; give the checkpoint with which it was begun .*step0",
+    ):
+        apply(tmp_path / "another config", chain, tmp_path / "out")
     assert sorted(path.name for path in chain.iterdir()) == before
     assert not (tmp_path / "out").exists()
 

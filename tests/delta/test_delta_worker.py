@@ -14,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reshard import ReshardError
+from reshard import ReshardError, diff
 from reshard.comm.fronts import ANOTHER
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import free_address
 from reshard.core.boxes import whole
 from reshard.core.placement import LocalTensor, Part, Placement
-from reshard.delta import apply_deltas, roll_back, save, worker_calls
+from reshard.delta import apply, apply_deltas, roll_back, save, worker_calls
+from reshard.delta.chain import Chain
+from reshard.delta.configs import model_of_base
 from reshard.delta.grouped import roll_back_in_group
 from reshard.device.memory import Region
 from reshard.engines.workers.delta_methods import DeltaMethods
@@ -28,6 +30,7 @@ from reshard.refit.engine import Engine
 from reshard.refit.guard import Guard
 from tests.starting.ranks import caught
 from tests.tools.checkpoints import make
+from tests.tools.model_classes import make as make_class
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +57,10 @@ def chain(steps, tmp_path_factory) -> str:
 class Held(Engine):
     """An engine that holds a checkpoint's tensors as they are."""
 
-    hf_config: dict = {}
     tp = 1
 
     def __init__(self, directory: Path) -> None:
+        self.hf_config = json.loads((directory / "config.json").read_text())
         self.weights = load_file(directory / "model.safetensors")
         self.guard = Guard("vLLM", True)
         self.regions = {
@@ -111,6 +114,18 @@ def test_an_engine_is_brought_to_a_version_and_back(steps, chain):
     assert apply_deltas(Worker(engine), chain, verify=True) == 2 and engine.holds(steps[2])
     worker = Worker(engine)
     assert apply_deltas(worker, chain, version=2) == 2 and engine.version == 2, "nothing is to be written"
+
+
+def test_an_engine_of_another_config_is_another_model(steps, chain):
+    """It would serve the same weights as something else than the chain's versions."""
+    engine = Held(steps[0])
+    engine.hf_config |= {"rms_norm_eps": 0.25}
+    with pytest.raises(
+        ReshardError,
+        match="vLLM's config has rms_norm_eps 0.25, but the chain's base has 1e-0.*base.json.: start it with that",
+    ):
+        apply_deltas(Worker(engine), chain)
+    assert engine.holds(steps[0])
 
 
 @pytest.mark.parametrize("version", [0, 2])
@@ -278,3 +293,48 @@ def test_what_was_dropped_is_written_no_more_and_what_was_written_before_is_told
     worker.begin("three", chain, 1)  # it is there already
     assert worker.ready("three") == [True] and worker.reshard_delta_follow("three") == [False]
     assert worker.reshard_delta_drop("three")[0] is False
+
+
+def with_field(directory: Path, to: Path, field: str, value: object) -> Path:
+    """A copy of a checkpoint with another value in its config."""
+    shutil.copytree(directory, to)
+    config = json.loads((to / "config.json").read_text())
+    *parts, name = field.split(".")
+    inside = config
+    for part in parts:
+        inside = inside[part]
+    assert inside.get(name) != value
+    inside[name] = value
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("vision_config.num_heads", 8), ("vision_config.hidden_act", "silu"), ("image_token_id", 401),
+    ("vision_config.deepstack_visual_indexes", [1, 0]), ("text_config.rope_parameters.mrope_section", [4, 6, 6]),
+])  # fmt: skip
+def test_a_chain_is_of_one_vision_tower_by_its_config(field, value, tmp_path):
+    """A tower of the same weights that computes something else is another model to files and to engines."""
+    base = make_class(tmp_path / "base", "Qwen3VLForConditionalGeneration")
+    newer = Path(shutil.copytree(base, tmp_path / "newer"))
+    weights = load_file(newer / "model.safetensors")
+    weights["model.visual.patch_embed.proj.bias"] += 1
+    save_file(weights, newer / "model.safetensors", {"format": "pt"})
+    place = tmp_path / "chain"
+    save(base, newer, place)
+    other, later = (with_field(path, tmp_path / f"other {path.name}", field, value) for path in (base, newer))
+    name = field.removeprefix("text_config.rope_parameters.")
+    with pytest.raises(ReshardError, match=f"is not the base of .*chain: its config has {name} "):
+        apply(other, place, tmp_path / "out")
+    with pytest.raises(ReshardError, match=f"is not a new version of .*: its config has {name} "):
+        save(newer, later, place)
+    assert diff(base, other).fields.keys() == {name} and not diff(base, other).equal
+    if field.startswith("text"):
+        return  # of rotary settings connect compares what a table has
+    begun = model_of_base(Chain(place).base, "the chain")
+    assert begun is not None
+    with pytest.raises(ReshardError, match=f"vLLM's config has {name} .*, but the served"):
+        Held(other).check_model(begun)
+    Held(base).check_model(begun)
+    apply(with_field(base, tmp_path / "same", "vision_config.dtype", "float32"), place, tmp_path / "out")
+    assert diff(tmp_path / "out", newer).equal

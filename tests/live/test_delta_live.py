@@ -1,5 +1,6 @@
 """Deltas of a live Megatron into a running engine: bit for bit what the engine's own loader makes of each version."""
 
+import json
 import shutil
 from pathlib import Path
 from threading import Event, Timer
@@ -10,13 +11,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from reshard import DeltaWriter, ReshardError, diff, hf_to_mcore
-from reshard.delta import apply, show
+from reshard.delta import apply, save, show
 from reshard.delta.stores import LocalStore
 from reshard.live.begun_save import BegunSave
 from reshard.trainers import FsdpModel
+from tests.delta.test_delta_chain import rewrite
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.starting.ranks import run_on_ranks
 from tests.tools.checkpoints import make
+from tests.tools.model_classes import config_of
+from tests.tools.model_classes import save as save_model
 
 CASES = [
     ("llama-rope-tied", f"{TP} 2 {PP} 2", 4, {"tp": 4}),
@@ -74,6 +78,46 @@ def test_a_writer_says_what_keeps_it_from_going_on(checkpoint, tmp_path, monkeyp
     writer.close()
     with pytest.raises(ReshardError, match="this DeltaWriter is closed: make another one"):
         writer.save()
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ("Gemma2ForCausalLM", {}),
+    ],
+)
+def test_a_chain_has_versions_of_one_model_by_their_configs(name, changes, tmp_path):
+    """The same weights with another epsilon are another model, which `apply` would write with the base's config."""
+    base, chain = tmp_path / "base", tmp_path / "chain"
+    save_model(base, config_of(name, **changes))
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    own, others = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (base, other))
+    differs = "its config has rms_norm_eps 0.5, and had 1e-06; begin a new chain"
+    with pytest.raises(ReshardError, match=f"the trainer's model is not a new version of .*base: {differs}"):
+        DeltaWriter(FsdpModel(others), other, chain, base=base)
+    assert not chain.exists()
+    DeltaWriter(FsdpModel(own), own.config, chain, base="a name that is believed").close()
+
+    def refused() -> None:
+        with pytest.raises(ReshardError, match=f"the trainer's model is not a new version of .*{differs}"):
+            DeltaWriter(FsdpModel(others), other, chain)
+        with pytest.raises(ReshardError, match=f"other is not a new version of .*{differs}"):
+            save(other, other, chain)
+
+    refused()
+    manifest = json.loads((chain / "base.json").read_text())  # of a chain that says nothing of the config
+    rewrite(chain / "base.json", config=None, name=str(base))
+    refused()
+    rewrite(chain / "base.json", config=manifest["config"], name=manifest["name"])
+    writer = DeltaWriter(FsdpModel(own), base, chain)
+    own.model.norm.weight.data += 1
+    assert writer.save().version == 1
+    writer.close()
+    apply(base, chain, tmp_path / "out")
+    assert not diff(tmp_path / "out", base).equal
 
 
 def check_back(outcome: dict, expected: dict[int, dict]) -> None:

@@ -18,6 +18,7 @@ from reshard.comm.background import in_background
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, UntouchedError, rewrite_message
 from reshard.delta.chain import Chain
+from reshard.delta.configs import model_of_base
 from reshard.delta.encoding import Decoded
 from reshard.delta.files import DeltaFiles, StoredRecord
 from reshard.delta.manifests import Delta
@@ -28,6 +29,7 @@ from reshard.device.memory import Region, same_bits
 from reshard.device.staging import row_view
 from reshard.digests.numbers import seed_of
 from reshard.engines.workers.placed import Placed, PlacedDeltas, State, state_of
+from reshard.models.config_fields import ignored_config_fields
 from reshard.models.drafters import DRAFTER
 from reshard.refit.copying.copies import wait_for_device
 from reshard.refit.drafter import DeclaredDrafter
@@ -95,6 +97,7 @@ class EngineDeltas:
     def _take(self, chain: Chain) -> None:
         """Have the engine take what a chain has, and find the boxes of that."""
         tensors = chain.base.tensors
+        self._check_model(chain)
         self._take_drafter(chain)
         if self.engine.optional:
             self.engine.take_optional(self.engine.optional & tensors.keys())
@@ -106,6 +109,19 @@ class EngineDeltas:
                 self._check(part.name, region, tensors.get(part.name))
                 held = HeldBox(part.box, region, Rows.of(part.local_box))
                 self.boxes.setdefault(part.name, []).append(held)
+
+    def _check_model(self, chain: Chain) -> None:
+        """Raise ReshardError if the engine is of another model by its config than a chain's base, where the chain says
+        of which that is."""
+        base, model = chain.base, model_of_base(chain.base, chain.where)
+        if model is None:
+            return
+        try:
+            with ignored_config_fields(*base.ignored_config_fields, recorded=True):
+                self.engine.check_model(model)
+        except ReshardError as error:
+            sentence = str(error).replace("but the served model's is", "but the chain's base has")
+            raise ReshardError(f"{sentence}: start it with that base, {base.name}") from error
 
     def _take_drafter(self, chain: Chain) -> None:
         """Have the engine take the drafter of a chain; where there is none, it keeps its own. Raises ReshardError if it

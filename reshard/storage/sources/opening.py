@@ -7,6 +7,7 @@ from typing import Any
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.formats import torch_dist
+from reshard.megatron.towers import takes_tower
 from reshard.models.model import Model
 from reshard.models.without_table import any_model
 from reshard.storage.run.partial import unfinished
@@ -66,6 +67,12 @@ def check_directory(path: Path) -> None:
         raise ReshardError(f"{path} does not exist: {hint}")
     if not path.is_dir():
         raise ReshardError(f"{path} is not a directory: {EXPECTED}")
+
+
+def with_larger_model(source: Source) -> Model:
+    """Return a source's model, with the published config of the larger model around it where it is in one."""
+    path = source.hf_files().get("config.json")
+    return source.model if path is None else takes_tower(source.model, read_config(path))
 
 
 def check_config_is_read(hf_config: str | Path | None, *paths: Path) -> None:
