@@ -5,6 +5,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import threading
@@ -90,6 +91,14 @@ def reward(answer: str, worth: str) -> float:
     """It differs from answer to answer, so that there is something to learn."""
     words = set(worth.split())
     return sum(word in words for word in answer.split()) / 16
+
+
+def sums(count: int) -> list[tuple[list[dict], str]]:
+    """Return so many sums to ask a chat model for, each as messages and its answer."""
+    draw = random.Random(0)
+    pairs = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(count)]
+    question = "What is {} + {}? Answer with the number only."
+    return [([{"role": "user", "content": question.format(a, b)}], str(a + b)) for a, b in pairs]
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""The weight sync of other people's trainers through a refit: vLLM's weight transfer, verl,
+"""The weight sync of other people's trainers through a refit: vLLM's weight transfer, verl, TRL,
 ms-swift, ROLL, NeMo-RL and slime."""
 
 from typing import TYPE_CHECKING
