@@ -32,13 +32,13 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name.startsw
 # A name also stands for files whose names go on after it (`refit` for test_refit_faults.py), so
 # that a file that is split keeps its place.
 SLOWEST_FIRST = (
-    "install", "lora", "engine", "verl", "site", "refit", "parity", "nvfp4_engine", "nemo_rl", "wrapped", "processes",
-    "hybrid", "sglang", "swift", "roll", "logits", "live_save", "live_load", "fsdp", "compressed", "serving",
-    "without_table", "towers",
-    "megatron_saves", "weight_transfer", "blocks", "kernels", "storage_faults", "cli", "optimizer", "members",
-    "published", "bitwise", "resume", "reloads", "build", "compat", "surface", "config_rules", "megatron_args",
-    "megatron_parser", "trainer_settings", "sleeping", "examples", "families", "offload", "input_faults",
-    "source_changes", "html", "trainers_checkpoints", "lora_files",
+    "install", "without_table", "lora", "engine", "verl", "causes", "fleet", "site", "refit", "parity", "swift",
+    "nvfp4_engine", "nemo_rl", "wrapped", "processes", "hybrid", "sglang", "roll", "logits", "live_save", "live_load",
+    "fsdp", "compressed", "serving", "towers", "trl", "monitored", "switching", "gtp",
+    "megatron_saves", "weight_transfer", "delta_live", "blocks", "kernels", "storage_faults", "object_stores", "cli",
+    "optimizer", "members", "published", "bitwise", "resume", "reloads", "build", "compat", "surface", "config_rules",
+    "megatron_args", "megatron_parser", "trainer_settings", "sleeping", "examples", "families", "offload",
+    "input_faults", "source_changes", "html", "trainers_checkpoints", "lora_files",
 )  # fmt: skip
 # Test files that use these are slow as well, whatever their names.
 STARTS_PROCESSES = (

@@ -34,7 +34,9 @@ def environment_of_engine() -> dict[str, str]:
     """Return the environment variables of a process that uses SGLang's classes."""
     assert installed(), "SGLang is not installed: run python tests/install_sglang_cpu.py"
     path = f"{TARGET}{os.pathsep}{REPOSITORY}"
-    return os.environ | WITHOUT_GPU | {"PYTHONPATH": path}
+    # Name by name, since pytest sets and deletes one while other threads ask for these.
+    own = {name: os.environ.get(name, "") for name in list(os.environ)}
+    return own | WITHOUT_GPU | {"PYTHONPATH": path}
 
 
 def packages(others: list[str]) -> list[str]:

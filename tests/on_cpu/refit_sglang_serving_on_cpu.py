@@ -64,7 +64,7 @@ def engine(directory: str, log_level: str = "error", **options):
         skip_tokenizer_init=True,
         disable_cuda_graph=True,
         max_total_tokens=1024,
-        context_length=128,
+        context_length=256,
         log_level=log_level,
         **options,
     )
@@ -192,7 +192,7 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     chain = f"{sides['folder']}/chain"  # to the last checkpoint, and back
     for old, new in ((0, 1), (1, 0)):
         save(checkpoints[old][0], checkpoints[new][0], chain)
-    sampling = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": 240, "temperature": 0, "ignore_eos": True}
     steps.meet("busy")  # first, since the trainer may be late, and the request be over by then
     stream = dummy.generate(input_ids=PROMPTS[0], sampling_params=sampling, stream=True)
     next(stream)  # the request runs
@@ -254,7 +254,7 @@ def server(directory: str, port: int, without_plugin: Path | None = None, stages
     else:
         options = {"model-path": directory, "log-level": "info"}
     options |= {"device": "cpu", "dtype": "float32", "attention-backend": "torch_native", "sampling-backend": "pytorch",
-               "grammar-backend": "none", "max-total-tokens": 1024, "context-length": 128, "port": port}  # fmt: skip
+               "grammar-backend": "none", "max-total-tokens": 1024, "context-length": 256, "port": port}  # fmt: skip
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     program = [sys.executable, "-m", "sglang.launch_server", *flags]
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
@@ -287,7 +287,7 @@ def server(directory: str, port: int, without_plugin: Path | None = None, stages
 def under_requests(url: str, action, prompt: list[int] = PROMPTS[0]) -> list:
     """What is said of an action while a request runs, after how many seconds, whether the request still ran then, and
     the tokens that it had in the end, each with its logprob."""
-    sampling = {"max_new_tokens": 100, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, "return_logprob": True}
     request = Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=120) as stream, ThreadPoolExecutor(1) as thread:

@@ -52,13 +52,16 @@ def test_a_sync_that_fails_and_loses_bytes_is_made_good_by_resume(direction, err
 def test_an_interrupt_after_a_failed_sync_forgets_nothing_of_it(whole, tmp_path):
     """The kernel tells the error once: a second sync of the file succeeds, and the bytes are lost
     all the same."""
-    # Of four files: after the ninth sync every tensor that is finished stands in the journal.
-    with held_run(whole["hf-to-mcore"][0], tmp_path / "out", "sync:.distcp:-9:loseENOSPC") as (process, go):
-        until(lambda: any(line[0] == "file" and line[2] == 0 for line in journal(tmp_path)), process)
+    # Of four files: after the ninth sync every tensor that is finished stands in the journal. The loss does not yet, as
+    # the interrupt comes: it begins with the file's removal.
+    faults = ("sync:.distcp:-9:loseENOSPC", "unlink:.distcp:-1:hold")
+    with held_run(whole["hf-to-mcore"][0], tmp_path / "out", *faults) as (process, go):
+        until(lambda: (tmp_path / "held").stat().st_size == 2, process)
         assert sum(line[0] == "done" for line in journal(tmp_path)) > 50, "there is something to forget"
         process.send_signal(signal.SIGINT)
         stderr = go()
     assert process.returncode == 130 and "Traceback" not in stderr
+    assert any(line[0] == "file" and line[2] == 0 for line in journal(tmp_path)), "the lost file is noted"
     assert resumed("hf-to-mcore", whole, tmp_path / "out") < 135
 
 

@@ -44,7 +44,7 @@ def environment(*faults: str, held: Path | None = None) -> dict[str, str]:
     """The environment of a process that meets these faults: ``call:path:nth:what``, with errors by
     name (``sync:.distcp:1:ENOSPC``).
 
-    ``hold`` makes the file `held` and stays in the call until that is removed.
+    ``hold`` adds a byte to the file `held` and stays in the call until that is removed.
     """
     if not faults:
         return dict(os.environ)

@@ -1,10 +1,10 @@
 /* A disk that fails on command, for a process started with LD_PRELOAD and FAULTS.
  *
- * FAULTS holds rules "call:path:nth:what", separated by spaces. `call` is sync (fsync and fdatasync), rename, renameat2, pwrite (pwritev2, which Python calls) or opendir;
+ * FAULTS holds rules "call:path:nth:what", separated by spaces. `call` is sync (fsync and fdatasync), rename, renameat2, unlink, pwrite (pwritev2, which Python calls) or opendir;
  * `path` is a part of the file's path, its end where it closes with $, or *; `nth` says which matching call fails (0: every one; -3: the
  * third after one was held). `what` is the number of an errno, "lose" and such a number (a sync that fails and has lost the file's bytes,
  * as a server out of quota does), KILL (the process dies before the call), DIE (after it), "sleep" and milliseconds, or "hold": the call
- * makes the file that HELD names, and goes on once somebody has removed that, or after five minutes. A process and those that it forks
+ * adds a byte to the file that HELD names, and goes on once somebody has removed that, or after five minutes. A process and those that it forks
  * count together and die together: the one that was started is killed, and what its workers do then is theirs.
  */
 #define _GNU_SOURCE
@@ -38,8 +38,9 @@ static void die(void) {
 
 static void hold(void) {
     const char *held = getenv("HELD");
-    int made = held ? creat(held, 0600) : -1;
+    int made = held ? open(held, O_WRONLY | O_CREAT | O_APPEND, 0600) : -1;
     if (made < 0) return;
+    if (write(made, ".", 1) != 1) abort();
     close(made);
     atomic_store(&shared->has_held, 1);
     for (int i = 0; i < 150000 && !access(held, F_OK); i++) usleep(2000);
@@ -95,6 +96,7 @@ int rename(const char *a, const char *b) { ACT(fault("rename", b, -1), REAL("ren
 int renameat2(int d, const char *a, int e, const char *b, unsigned flags) {
     ACT(fault("renameat2", b, -1), REAL("renameat2", int, const char *, int, const char *, unsigned)(d, a, e, b, flags));
 }
+int unlink(const char *path) { ACT(fault("unlink", path, -1), REAL("unlink", const char *)(path)); }
 static int opened(const char *name, const char *path, int flags, mode_t mode) {
     int found = flags & O_DIRECTORY ? fault("opendir", path, -1) : 0;
     if (found > 0) { errno = found; return -1; }

@@ -75,14 +75,22 @@ OTHERS: dict[str, dict] = {
     "DeepseekV32ForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1, num_key_value_heads=4),
     "GlmMoeDsaForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1, num_key_value_heads=4),
     "Glm4MoeForCausalLM": dict(head_dim=16, first_k_dense_replace=1),
-    "Glm4MoeLiteForCausalLM": dict(first_k_dense_replace=1),
+    "Glm4MoeLiteForCausalLM": dict(first_k_dense_replace=1, num_key_value_heads=4),
     "Glm4vForConditionalGeneration": dict(text_config=dict(attention_bias=True)),
     "Glm4vMoeForConditionalGeneration": dict(
         text_config=dict(head_dim=16, attention_bias=True, use_qk_norm=False, first_k_dense_replace=1)
     ),
     "Qwen3VLMoeForConditionalGeneration": dict(text_config=dict(norm_topk_prob=True)),
     "HunYuanDenseV1ForCausalLM": dict(head_dim=16, use_qk_norm=True),
-    "HunYuanMoEV1ForCausalLM": dict(head_dim=16, use_qk_norm=True),
+    "HunYuanMoEV1ForCausalLM": dict(
+        head_dim=16,
+        use_qk_norm=True,
+        num_experts=4,
+        moe_topk=2,
+        moe_intermediate_size=128,
+        use_mixed_mlp_moe=True,
+        num_shared_expert=1,
+    ),
     "KimiLinearForCausalLM": dict(
         num_key_value_heads=4,
         q_lora_rank=None,
