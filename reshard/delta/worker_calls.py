@@ -237,6 +237,12 @@ def _digests(base: Base, answers: list[Any]) -> tuple[str, str]:
     """Return the digest of an engine's weights, and that of a drafter's among them, of what all of its workers say of
     their boxes; the second is that of nothing where the chain has none. Raises ReshardError if they lack a part, or
     replicas of one differ."""
+    held = {str(name) for answer in answers for name, _, _ in answer}
+    if lacking := [name for name in base.tensors if name not in held]:
+        raise ReshardError(
+            f"the engine holds nothing of {len(lacking):,} tensors of the chain's base, such as {lacking[0]}: start it "
+            f"with all of {base.name}, as with its vision tower (without language_model_only)"
+        )
     hint = f"a chain reaches engines that hold all tensors of its base; load {base.name} into it again"
     numbers, drafter = numbers_of(base.tensors, answers, "the engine", hint), base.of_drafter()
     of_drafter = (numbers[name] for name in (drafter.tensors if drafter is not None else ()))

@@ -59,9 +59,10 @@ class Held(Engine):
 
     tp = 1
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, without: str = "") -> None:
         self.hf_config = json.loads((directory / "config.json").read_text())
         self.weights = load_file(directory / "model.safetensors")
+        self.weights.pop(without, None)
         self.guard = Guard("vLLM", True)
         self.regions = {
             name: Region(tensor, 0, tensor.shape[-1] if tensor.ndim > 1 else 1)
@@ -123,6 +124,16 @@ def test_an_engine_of_another_config_is_another_model(steps, chain):
     with pytest.raises(
         ReshardError,
         match="vLLM's config has rms_norm_eps 0.25, but the chain's base has 1e-0.*base.json.: start it with that",
+    ):
+        apply_deltas(Worker(engine), chain)
+    assert engine.holds(steps[0])
+
+
+def test_an_engine_without_a_part_of_the_model_is_told_to_start_with_all_of_it(steps, chain):
+    """As a vLLM of the language model alone; that it loads the base again would not help."""
+    engine = Held(steps[0], without="model.norm.weight")
+    with pytest.raises(
+        ReshardError, match="nothing of 1 tensors .* such as model.norm.weight: start it with all"
     ):
         apply_deltas(Worker(engine), chain)
     assert engine.holds(steps[0])
