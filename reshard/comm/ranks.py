@@ -10,6 +10,11 @@ from reshard.core.errors import ReshardError, first_line
 Result = TypeVar("Result")
 
 
+def is_first_rank() -> bool:
+    """Return True on the first rank of torch's process group, and in a process without one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def on_first_rank(call: Callable[[], Result], group: Any = None) -> Result:
     """Return what a call returns that the first rank of torch's process group makes, on all its ranks; a process
     without one is the first.
@@ -18,7 +23,7 @@ def on_first_rank(call: Callable[[], Result], group: Any = None) -> Result:
     """
     outcome: list[Any] = [None, ""]
     cause, together = None, dist.is_initialized()
-    if not together or dist.get_rank() == 0:
+    if is_first_rank():
         try:
             outcome[0] = call()
         except Exception as error:  # whatever it is, the other ranks wait for the answer

@@ -10,7 +10,7 @@ server it is refused, since that takes weights in one way.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,13 +20,13 @@ with importing_beside("TRL", "trl", "accelerate"):
     from accelerate.utils import is_peft_model
     from trl.generation import vllm_generation
     from trl.generation.vllm_client import VLLMClient
-    from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+    from trl.generation.vllm_generation import DistributedBackend, VLLMGeneration, empty_cache
 
 import torch
 from vllm.utils.network_utils import get_ip
 
 from reshard.comm.group import RefitGroup
-from reshard.comm.ranks import on_first_rank
+from reshard.comm.ranks import is_first_rank, on_first_rank
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.live import VllmModel
 from reshard.integrations.options import TIMEOUT, SyncOptions
@@ -61,8 +61,21 @@ def _sync_weights(generation: VLLMGeneration) -> None:
     Raises ReshardError on every rank if one fails; the next sync connects again.
     """
     if "_reshard_sync" not in vars(generation):
-        generation._reshard_sync = (ServerSync if generation.mode == "server" else ColocatedSync)(generation)
+        generation._reshard_sync = (server_sync if generation.mode == "server" else ColocatedSync)(generation)
     generation._reshard_sync.run()
+
+
+def server_sync(generation: VLLMGeneration) -> "ServerSync":
+    """Return the refits of a trainer's server. Raises ReshardError where a refit does not cover it, or the trainer has
+    met the server for TRL's own sync."""
+    check_covered(left_to_trl(generation.model, generation.accelerator, generation._dist))
+    is_first = generation.accelerator.is_main_process
+    if on_first_rank(lambda: is_first and not isinstance(generation.vllm_client, ReshardClient)):
+        raise ReshardError(
+            "the trainer has met its server for TRL's own sync: call trl.use() before it is made"
+        )
+    url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
+    return ServerSync(generation.model, url, lambda: generation.group_port)
 
 
 class ReshardClient(VLLMClient):
@@ -70,14 +83,27 @@ class ReshardClient(VLLMClient):
 
     def init_communicator(self, device: Any = 0) -> None:
         """Raise ReshardError unless the server does."""
-        backend = (self.get_server_info()["weight_transfer_config"] or {}).get("backend")
-        if backend != "reshard":
-            raise ReshardError(f"{self.base_url} takes weights by {backend or 'no backend'}: {DEV_MODE}")
+        check_server(self.base_url, self.get_server_info())
 
 
-def left_to_trl(generation: VLLMGeneration) -> str:
+def check_server(url: str, info: dict[str, Any]) -> None:
+    """Raise ReshardError unless a server takes weights from reshard, by what it says of its config."""
+    backend = (info["weight_transfer_config"] or {}).get("backend")
+    if backend != "reshard":
+        raise ReshardError(f"{url} takes weights by {backend or 'no backend'}: {DEV_MODE}")
+
+
+def check_covered(why: str) -> None:
+    """Raise ReshardError if there is a reason (`left_to_trl`) why a trainer with a server is not refitted."""
+    if why:
+        raise ReshardError(
+            f"{why}, which no refit covers: leave trl.use() out, and start the server with "
+            '--weight-transfer-config \'{"backend": "nccl"}\''
+        )
+
+
+def left_to_trl(model: Any, accelerator: Any, sharding: DistributedBackend) -> str:
     """Return why a trainer's weights are not refitted, empty if they are; the same on every rank."""
-    model, sharding = generation.model, generation._dist
     if sharding.is_zero3:
         return "the parameters are partitioned by DeepSpeed's ZeRO-3"
     if sharding.fsdp_version == 1:
@@ -86,7 +112,7 @@ def left_to_trl(generation: VLLMGeneration) -> str:
     # Packed codes may lie in tensors that call themselves bf16.
     if getattr(model, "is_quantized", False) or not all(map(torch.is_floating_point, parameters)):
         return "the parameters are quantized"
-    if generation.accelerator.device.type != "cpu" and any(parameter.is_cpu for parameter in parameters):
+    if accelerator.device.type != "cpu" and any(parameter.is_cpu for parameter in parameters):
         return "the parameters are offloaded to the host"
     if is_peft_model(model) and model.prefix != "lora_":
         return f"the model has an adapter that is no LoRA ({model.prefix.rstrip('_')})"
@@ -100,7 +126,7 @@ class ColocatedSync:
 
     def __init__(self, generation: VLLMGeneration) -> None:
         self.generation, self.weights, self.version = generation, WeightSync(_options), 0
-        self.why = left_to_trl(generation)
+        self.why = left_to_trl(generation.model, generation.accelerator, generation._dist)
         if self.why:
             log.warning("TRL's own weight sync is used: %s", self.why)
 
@@ -124,22 +150,11 @@ class ColocatedSync:
 
 
 class ServerSync:
-    """The refits of a ``vllm serve``, which the trainer's first rank calls."""
+    """The refits of a ``vllm serve`` at an address from a `model`: the trainer's first rank calls it, and listens at a
+    `port`, which is asked for at each connect."""
 
-    def __init__(self, generation: VLLMGeneration) -> None:
-        why = left_to_trl(generation)
-        if why:
-            raise ReshardError(
-                f"{why}, which no refit covers: leave trl.use() out, and start the server with "
-                '--weight-transfer-config \'{"backend": "nccl"}\''
-            )
-        is_first = generation.accelerator.is_main_process
-        if on_first_rank(lambda: is_first and not isinstance(generation.vllm_client, ReshardClient)):
-            raise ReshardError(
-                "the trainer has met its server for TRL's own sync: call trl.use() before it is made"
-            )
-        self.generation, self.options, self.version = generation, _options, 0
-        url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
+    def __init__(self, model: Any, url: str, port: Callable[[], int]) -> None:
+        self.model, self.port, self.options, self.version = model, port, _options, 0
         self.client = HttpClient(url, self.options.timeout)
         self.transfer: WeightTransfer | None = None
 
@@ -148,7 +163,7 @@ class ServerSync:
         try:
             transfer = self._transfer()
             on_first_rank(self.client.pause)
-            with _merged(self.generation.model):
+            with _merged(self.model):
                 transfer.send(self.version, self.options.verify)
         except BaseException:
             self._drop()
@@ -160,9 +175,9 @@ class ServerSync:
         """Return the connection, made now where there is none."""
         if self.transfer is None:
             self.transfer = WeightTransfer(
-                _source(self.generation.model),
+                _source(self.model),
                 self.client,
-                on_first_rank(lambda: f"{get_ip()}:{self.generation.group_port}"),
+                on_first_rank(lambda: f"{get_ip()}:{self.port()}"),
                 timeout=self.options.timeout,
                 backend=self.options.backend,
                 keep_mapped=self.options.keep_mapped,
@@ -177,7 +192,7 @@ class ServerSync:
             if transfer is not None:
                 transfer.close()
         with suppress(ReshardError):
-            if self.generation.accelerator.is_main_process and self.client.has_whole_weights():
+            if is_first_rank() and self.client.has_whole_weights():
                 self._go_on()
 
     def _go_on(self) -> None:

@@ -117,6 +117,21 @@ def test_a_server_that_is_started_anew_is_not_left_paused_and_gets_the_next_sync
     assert trainer["again"] == trainer["after"]
 
 
+def test_a_server_that_generates_while_trl_learns_has_what_trl_saves(run, tmp_path):
+    # Requests are computed anew after a sync, and vLLM's generators of numbers do that in one part alone on a CPU.
+    whole = ("--max-num-batched-tokens", "512")
+    options = ("--weight-transfer-config", json.dumps({"backend": "reshard"}), *whole)
+    hf = checkpoint(tmp_path)
+    with served(hf, *options, log=tmp_path / "log", VLLM_SERVER_DEV_MODE="1", **LOCAL) as url:
+        outcome, _ = run(2, "asynchronous", str(hf), str(tmp_path), url)
+    assert [outcome["before"], outcome["after"]] == [expected(path)[0] for path in (hf, tmp_path / "saved")]
+    assert outcome["before"] != outcome["after"] and outcome["syncs"] == outcome["version"] == 3
+    assert outcome["called"] == ["pause", "resume"] and outcome["given"] == SHARDS["text"], (
+        "it was given a transfer"
+    )
+    assert outcome["syncs then"] == 3
+
+
 def test_a_trainer_that_has_met_its_server_for_trls_own_sync_is_refused(trainer):
     assert "call trl.use() before it is made" in trainer["late"]
 

@@ -4,12 +4,12 @@ says, in an environment with TRL."""
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 from urllib.request import urlopen
 
 import torch
@@ -149,19 +149,18 @@ def colocated(rank: int, directory: str, folder: str, with_lora: bool) -> dict:
         "syncs": generation._reshard_sync.version,
     }
     generation._dist.fsdp_version = 1
-    results["a server"] = caught(lambda: trl.ServerSync(generation))
+    results["a server"] = caught(lambda: trl.server_sync(generation))
     generation._reshard_sync = trl.ColocatedSync(generation)
     generation._dist.fsdp_version = 2
     left = left_by(type(generation).sync_weights)
     results["left"] = [name for name in left if not torch.equal(left[name], theirs[name])]
     results["why"], results["left syncs"] = generation._reshard_sync.why, generation._reshard_sync.version
-    results["reasons"] = [trl.left_to_trl(generation)]
-    for name, value in (
-        ("accelerator", SimpleNamespace(device=torch.device("cuda"))),
-        ("model", quantized()),
-    ):
-        with patch.object(generation, name, value):
-            results["reasons"].append(trl.left_to_trl(generation))
+    model, of_trainer, sharding = generation.model, generation.accelerator, generation._dist
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"))
+    results["reasons"] = [
+        trl.left_to_trl(*each, sharding)
+        for each in ((model, of_trainer), (model, on_a_gpu), (quantized(), of_trainer))
+    ]
     return results
 
 
@@ -203,7 +202,7 @@ def served(rank: int, directory: str, folder: str, url: str, port: int) -> dict:
     generation.sync_weights()
     results["again"] = digest(url).text if rank == 0 else ""
     generation.vllm_client = VLLMClient(url) if rank == 0 else None
-    results["late"] = caught(lambda: trl.ServerSync(generation))
+    results["late"] = caught(lambda: trl.server_sync(generation))
     return results
 
 
@@ -218,3 +217,72 @@ def refused(rank: int, url: str) -> dict:
             for wrong in ({"verify": "yes"}, {"backend": "ipc"}, {"timeout": 0})
         ],
     }
+
+
+def attention(query, key, value, ends, key_ends, *_, softmax_scale, **__) -> torch.Tensor:
+    """What FlashAttention's kernel for rows one after the other computes, which a CPU does not have."""
+    outputs = []
+    for (begin, end), (first, last) in zip(pairwise(ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+        rows, columns = end - begin, last - first
+        mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        q, k, v = (
+            one.transpose(0, 1)[None] for one in (query[begin:end], key[first:last], value[first:last])
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+class Noted:
+    """A transfer of weights of another kind: the names that it was given, and the calls."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.calls: list[str] = []
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.names += [name for name, _ in weights]
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+def asynchronous(rank: int, directory: str, folder: str, url: str) -> dict:
+    """A training of two steps by TRL's asynchronous GRPO, while a server generates: the server's digests before and
+    after, when TRL has saved the model; and what is called of a transfer that the trainer is given."""
+    from trl.chat_template_utils import qwen3_chat_template
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+    from reshard import digest
+    from reshard.integrations import trl_async
+
+    with_fsdp2()
+    trl_async.use(verify=True, timeout=120)
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attention)
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # of a GPU
+    before = digest(url).text if rank == 0 else ""
+    reads = AutoTokenizer.from_pretrained(directory, padding_side="left")
+    reads.chat_template = qwen3_chat_template  # TRL parses the answers of known ones
+    reads.pad_token = reads.eos_token = "w0"
+    settings = dict(
+        use_cpu=True, bf16=False, max_steps=2, learning_rate=1e-2, num_generations=4, per_device_train_batch_size=4,
+        max_completion_length=8, report_to=[], save_strategy="no", seed=0, gradient_checkpointing=False,
+        disable_tqdm=True, vllm_server_base_url=url, max_staleness=4,
+    )  # fmt: skip
+    trainer = AsyncGRPOTrainer(
+        directory, worth, AsyncGRPOConfig(f"{folder}/out", **settings), processing_class=reads,
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in TEXTS]}),
+    )  # fmt: skip
+    trainer.train()
+    results = {"before": before, "after": digest(url).text if rank == 0 else ""}
+    results |= {"syncs": trainer._reshard_sync.version, "version": trainer.model_version}
+    trainer.save_model(f"{folder}/saved")
+    trainer.weight_transfer = given = Noted()
+    trainer._sync_weight()
+    results |= {"called": given.calls, "given": len(given.names), "syncs then": trainer._reshard_sync.version}
+    return results
