@@ -18,6 +18,10 @@ from typing import Any
 
 import torch
 
+PATCH, MERGED = 16, 2  # of Qwen3-VL: pixels of a patch's side, and patches of a token's
+# What processes are started with to train alike each time.
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
 
 def parser_of(description: str | None, runs: Iterable[str]) -> argparse.ArgumentParser:
     """What every one of them is told."""
@@ -35,10 +39,8 @@ def parser_of(description: str | None, runs: Iterable[str]) -> argparse.Argument
 
 def model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
     """A Qwen3 with random weights, and its tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -53,13 +55,7 @@ def model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
         bos_token_id=2,
         pad_token_id=0,
     )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        made = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    made.save_pretrained(folder)
-    del made
-    torch.cuda.empty_cache()
+    save_random(folder, Qwen3ForCausalLM, config)
     special = {
         "<pad>": 0,
         "<eos>": 1,
@@ -68,13 +64,79 @@ def model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
         "<|im_end|>": 4,
     }  # the last two are what verl looks for in a Qwen
     words = special | {f"w{i}": i for i in range(5, vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w5"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w5", eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
-    )
+    fast = tokenizer_of(words, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>")
     fast.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     fast.save_pretrained(folder)
+
+
+def model_with_tower(folder: Path, layers: int, hidden: int) -> None:
+    """A Qwen3-VL with random weights and as many layers in its tower, and its processor; special tokens have the
+    numbers of the published models, which ms-swift expects."""
+    import transformers
+
+    special = {
+        "<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<|vision_start|>": 151652,
+        "<|vision_end|>": 151653, "<|image_pad|>": 151655, "<|video_pad|>": 151656,
+    }  # fmt: skip
+    config = transformers.Qwen3VLConfig(
+        text_config=dict(
+            vocab_size=151936, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+            num_attention_heads=hidden // 128, num_key_value_heads=max(2, hidden // 512), head_dim=128,
+            max_position_embeddings=2048, eos_token_id=151645, bos_token_id=151643, pad_token_id=151643,
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+            },
+        ),
+        vision_config=dict(
+            depth=layers, hidden_size=hidden // 2, intermediate_size=2 * hidden, num_heads=hidden // 128,
+            out_hidden_size=hidden, patch_size=PATCH, num_position_embeddings=256,
+            deepstack_visual_indexes=[*range(min(3, layers))],
+        ),
+        image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653,
+    )  # fmt: skip
+    save_random(folder, transformers.Qwen3VLForConditionalGeneration, config)
+    numbers = {number: word for word, number in special.items()}
+    words = {numbers.get(number, f"w{number}"): number for number in range(151936)}
+    fast = tokenizer_of(
+        words, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=[*special]
+    )
+    sizes = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGED}
+    one = (PATCH * MERGED) ** 2
+    images = transformers.Qwen2VLImageProcessor(
+        **sizes, size={"shortest_edge": one, "longest_edge": 64 * one}
+    )
+    videos = transformers.Qwen3VLVideoProcessor(**sizes)
+    transformers.Qwen3VLProcessor(images, fast, videos).save_pretrained(folder)
+
+
+def picture(file: Path, row: int) -> None:
+    """Save a picture of noise that is six tokens."""
+    from PIL import Image
+
+    side, draw = PATCH * MERGED, random.Random(row)
+    Image.frombytes("RGB", (3 * side, 2 * side), draw.randbytes(18 * side**2)).save(file)
+
+
+def save_random(folder: Path, kind: Any, config: Any) -> None:
+    """Save a model of a class with random weights in bf16."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = kind(config)
+    torch.set_default_dtype(torch.float32)
+    made.save_pretrained(folder)
+    del made
+    torch.cuda.empty_cache()
+
+
+def tokenizer_of(words: dict[str, int], **special: Any) -> Any:
+    """A tokenizer of words with a space between them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w5"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w5", **special)
 
 
 def prompt(row: int) -> str:
@@ -99,6 +161,12 @@ def sums(count: int) -> list[tuple[list[dict], str]]:
     pairs = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(count)]
     question = "What is {} + {}? Answer with the number only."
     return [([{"role": "user", "content": question.format(a, b)}], str(a + b)) for a, b in pairs]
+
+
+def deterministic() -> None:
+    """Have PyTorch use kernels that repeat themselves where it has such."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a cache of vLLM, say
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -143,6 +211,8 @@ def note(rank: int, served: torch.nn.Module | None, way: str, began: float, **mo
     took = time.perf_counter() - began
     if served is not None:
         more["weights"] = digest(served)
+        if hasattr(served, "visual"):
+            more["tower"] = digest(served.visual)
     write(str(rank), way, time.perf_counter() - took, **more)
 
 
@@ -176,9 +246,10 @@ def compare(syncs: dict[str, list[dict]]) -> None:
         equal = [a == b for a, b in zip(refits, stocks)]
         if again:
             equal = [same and a == b for same, a, b in zip(equal, again, stocks)]
+        towers = {one["tower"] for one in some if "tower" in one}
         print(
             f"  rank {rank}: equal after each sync {equal}, {len(set(refits))} of {len(refits)} different "
-            "from one another",
+            "from one another" + (f", and {len(towers)} different towers" if towers else ""),
             flush=True,
         )
 

@@ -2,7 +2,7 @@
 and with a refit.
 
     python -m benchmarks.trainers.swift_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048]
-        [--only both|refit|stock]
+        [--tower] [--only both|refit|stock]
         [--sleep 1] [--limit 900] [--options OPTIONS OF MS-SWIFT]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of words to repeat; `--layers 36
@@ -11,6 +11,9 @@ rlhf`), with a plugin that notes its phases and syncs. In the run `both` each st
 weights, refits, overwrites them again, and lets ms-swift's own sync fill them: both must leave the
 same bits. Between the runs `refit` and `stock` the first sync must be equal; later ones are as far
 as training itself repeats.
+
+With `--tower` it is a Qwen3-VL, whose tower has as many layers and is trained, too; each prompt has a picture, a word
+of an even number is worth something, and all of PyTorch that can be is deterministic.
 
 Written under OUT: each run's log, ms-swift's own figures of each step, what vLLM serves after every
 sync, as digests of its parameters, the phases, and what the GPU holds each 0.2 s. Printed: seconds
@@ -30,13 +33,16 @@ import time
 from pathlib import Path
 
 from benchmarks.trainers.grpo import (
+    DETERMINISTIC,
     by_phase,
     compare,
     compare_runs,
     memory,
     model,
+    model_with_tower,
     noted,
     parser_of,
+    picture,
     prompt,
     told,
     wanted,
@@ -63,6 +69,23 @@ def repeating(steps: int, sleep: int) -> tuple[list[dict], dict]:
         "global_batch_size": PROMPTS * ANSWERS, "micro_batch_size": 4, "num_generations": ANSWERS,
         "max_completion_length": 64, "offload_model": "true", "offload_optimizer": "true", "sleep_level": sleep,
         "vllm_gpu_memory_utilization": 0.4, "vllm_enforce_eager": "true",
+    }  # fmt: skip
+    return rows, options
+
+
+def looking(out: Path, steps: int, sleep: int) -> tuple[list[dict], dict]:
+    """Return rows of words with a picture, and the options of ms-swift that go with them: the tower is trained."""
+    options, rows = repeating(steps, sleep)[1], []
+    (out / "pictures").mkdir(exist_ok=True)
+    for row in range(4 * PROMPTS):
+        file = out / "pictures" / f"{row}.png"
+        picture(file, row)
+        asked = {"role": "user", "content": f"<image>{prompt(row)}"}
+        rows.append({"messages": [asked], "images": [str(file)]})
+    options |= {
+        "model_type": "qwen3_vl", "template": "qwen3_vl", "freeze_vit": "false", "freeze_aligner": "false",
+        "reward_funcs": "evens", "lr": 1e-4, "lr_warmup_iters": 0, "lr_decay_style": "constant", "max_length": 128,
+        "max_completion_length": 32, "vllm_limit_mm_per_prompt": json.dumps({"image": 1, "video": 0}),
     }  # fmt: skip
     return rows, options
 
@@ -94,16 +117,23 @@ def arguments(out: Path, run: str, rows: list[dict], chosen: dict) -> list[str]:
 
 def main() -> int:
     parser = parser_of(__doc__, RUNS)
+    parser.add_argument("--tower", action="store_true", help="a Qwen3-VL whose tower is trained, too")
     parser.add_argument("--sleep", type=int, choices=[0, 1, 2], default=1)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that one run may take")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    if options.tower:
+        os.environ.update(DETERMINISTIC)
+        rows_and_options = looking(out, options.steps, options.sleep)
+    else:
+        rows_and_options = repeating(options.steps, options.sleep)
     if not (out / "model").exists():
         # in a process of its own, which leaves nothing on the GPU
-        size = (out / "model", options.layers, options.hidden, options.vocabulary)
-        making = multiprocessing.get_context("spawn").Process(target=model, args=size)
+        size = (out / "model", options.layers, options.hidden)
+        make, more = (model_with_tower, ()) if options.tower else (model, (options.vocabulary,))
+        making = multiprocessing.get_context("spawn").Process(target=make, args=(*size, *more))
         making.start()
         making.join()
         assert not making.exitcode, "the model could not be made"
@@ -115,7 +145,7 @@ def main() -> int:
         code = started(
             out,
             run,
-            [*arguments(out, run, *repeating(options.steps, options.sleep)), *options.options],
+            [*arguments(out, run, *rows_and_options), *options.options],
             options.limit,
         )
         codes.append(code)

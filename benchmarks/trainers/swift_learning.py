@@ -31,12 +31,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from benchmarks.trainers.grpo import by_phase, noted, sums
+from benchmarks.trainers.grpo import DETERMINISTIC, by_phase, noted, sums
 from benchmarks.trainers.swift_grpo import RUNS, arguments, started
 
 PROMPTS, ANSWERS = 64, 4
 LORA_RUNS = ("refit-lora", "stock-lora")
-DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # A cache of its own size, since the three engines see each other's memory; CUDA graphs without
 # Inductor, which takes a minute to compile.

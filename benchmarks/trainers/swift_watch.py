@@ -1,6 +1,7 @@
 """ms-swift's trainer of GRPO, noting its phases, its syncs and what vLLM serves after each: `use`
 is called in a plugin that `benchmarks.trainers.swift_grpo` writes."""
 
+import os
 import re
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from swift.megatron.callbacks.base import MegatronCallback
 from swift.megatron.trainers import MegatronGRPOTrainer
 from swift.rewards import ORM, orms
 
-from benchmarks.trainers.grpo import note, overwrite, reward, write
+from benchmarks.trainers.grpo import deterministic, note, overwrite, reward, write
 from reshard.integrations.swift import ReshardGRPOTrainer
 
 
@@ -141,6 +142,14 @@ class Sums(ORM):
         ]
 
 
+class Evens(ORM):
+    """The share of an answer's words with an even number."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        numbers = [re.findall(r"w(\d+)", answer) for answer in completions]
+        return [sum(int(one) % 2 == 0 for one in some) / max(1, len(some)) for some in numbers]
+
+
 class Repeats(ORM):
     """A reward for each word of the answer that is wanted."""
 
@@ -149,11 +158,13 @@ class Repeats(ORM):
 
 
 def use(run: str) -> None:
-    """Have ms-swift make this trainer, and know the rewards `repeats` and `sums` and what to report
-    to as `steps`."""
+    """Have ms-swift make this trainer, and know the rewards `repeats`, `evens` and `sums` and what to
+    report to as `steps`. Where Transformer Engine may use deterministic kernels alone, so does PyTorch."""
     kinds = {
         "stock": Watched, "refit": Refit, "both": Both, "stock-lora": AdapterSynced, "refit-lora": AdapterRefit,
     }  # fmt: skip
     trainers.MegatronGRPOTrainer = kinds[run]
-    orms["repeats"], orms["sums"] = Repeats, Sums
+    orms["repeats"], orms["evens"], orms["sums"] = Repeats, Evens, Sums
     megatron_callbacks_map["steps"] = Steps
+    if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
+        deterministic()

@@ -61,10 +61,11 @@ def trainer_of(
     lora: Any = None,
     reward: Callable[..., list[float]] = worth,
     data: dict[str, list] | None = None,
+    cache: int = 1 << 24,
     **options: Any,
 ):
-    """A trainer of GRPO of a directory's model, for which vLLM generates, by default of a few texts or of texts with
-    pictures, in two steps."""
+    """A trainer of GRPO of a directory's model, for which vLLM generates with a cache of so many bytes, by default of a
+    few texts or of texts with pictures, in two steps."""
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation import vllm_generation
     from vllm import LLM
@@ -73,7 +74,7 @@ def trainer_of(
 
     # TRL has no option for these: an engine without a GPU compiles nothing.
     vllm_generation.LLM = partial(
-        LLM, enforce_eager=True, kv_cache_memory_bytes=1 << 24, disable_log_stats=True, skip_mm_profiling=True
+        LLM, enforce_eager=True, kv_cache_memory_bytes=cache, disable_log_stats=True, skip_mm_profiling=True
     )
     settings = dict(
         use_vllm=True, use_cpu=True, bf16=False, max_steps=2, learning_rate=1e-2, num_generations=4,
