@@ -1,8 +1,8 @@
-"""A few steps of GRPO by ms-swift's Megatron on one GPU, vLLM colocated: with its own weight sync,
-and with a refit.
+"""A few steps of GRPO by ms-swift's Megatron on one GPU, or split over several by `--tp`, vLLM colocated: with its own
+weight sync, and with a refit.
 
     python -m benchmarks.trainers.swift_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048]
-        [--tower] [--only both|refit|stock]
+        [--tower] [--tp 1] [--only both|refit|stock]
         [--sleep 1] [--limit 900] [--options OPTIONS OF MS-SWIFT]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of words to repeat; `--layers 36
@@ -118,6 +118,9 @@ def arguments(out: Path, run: str, rows: list[dict], chosen: dict) -> list[str]:
 def main() -> int:
     parser = parser_of(__doc__, RUNS)
     parser.add_argument("--tower", action="store_true", help="a Qwen3-VL whose tower is trained, too")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="GPUs that share each layer, of Megatron and of vLLM"
+    )
     parser.add_argument("--sleep", type=int, choices=[0, 1, 2], default=1)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that one run may take")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
@@ -129,6 +132,7 @@ def main() -> int:
         rows_and_options = looking(out, options.steps, options.sleep)
     else:
         rows_and_options = repeating(options.steps, options.sleep)
+    rows_and_options[1].update(tensor_model_parallel_size=options.tp, vllm_tensor_parallel_size=options.tp)
     if not (out / "model").exists():
         # in a process of its own, which leaves nothing on the GPU
         size = (out / "model", options.layers, options.hidden)
@@ -147,6 +151,7 @@ def main() -> int:
             run,
             [*arguments(out, run, *rows_and_options), *options.options],
             options.limit,
+            ",".join(map(str, range(options.tp))),
         )
         codes.append(code)
         print(f"{run}: exit {code}", flush=True)
@@ -156,8 +161,8 @@ def main() -> int:
     return int(any(codes))
 
 
-def started(out: Path, run: str, line: list[str], limit: float, gpu: str = "0") -> int:
-    """Run ms-swift's own entry with this command line, as ``megatron`` calls it, on one GPU for at
+def started(out: Path, run: str, line: list[str], limit: float, gpus: str = "0") -> int:
+    """Run ms-swift's own entry with this command line, as ``megatron`` calls it, on these GPUs for at
     most `limit` seconds; return its exit code."""
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with socket.socket() as free:
@@ -167,12 +172,15 @@ def started(out: Path, run: str, line: list[str], limit: float, gpu: str = "0") 
         "RESHARD_WATCH": str(out / f"{run}.watch"),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": paths,
-        "NPROC_PER_NODE": "1",
+        "NPROC_PER_NODE": str(len(gpus.split(","))),
         "MASTER_PORT": port,
-        "CUDA_VISIBLE_DEVICES": gpu,
+        "CUDA_VISIBLE_DEVICES": gpus,
     }
     command = [sys.executable, "-m", "swift.cli._megatron.main", "rlhf", *line]
-    with open(out / f"{run}.log", "w", encoding="utf-8") as log, memory(out / f"{run}.memory", gpu):
+    with (
+        open(out / f"{run}.log", "w", encoding="utf-8") as log,
+        memory(out / f"{run}.memory", gpus.split(",")[0]),
+    ):
         running = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
         )

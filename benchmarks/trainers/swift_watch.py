@@ -20,7 +20,8 @@ from reshard.integrations.swift import ReshardGRPOTrainer
 def phase(name: str) -> None:
     """It begins now."""
     torch.cuda.synchronize()
-    write("phases", name, time.perf_counter())
+    if torch.distributed.get_rank() == 0:
+        write("phases", name, time.perf_counter())
 
 
 class Watched(MegatronGRPOTrainer):
