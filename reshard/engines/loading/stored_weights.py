@@ -26,11 +26,13 @@ from reshard.storage.sources.megatron import MegatronSource
 
 MAX_THREADS = 8
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_BESIDE_CODES = re.compile(r"(scale|zero|shape|g_idx|qmap|absmax)[^.]*$")
+_UNDERSCORE = re.compile(r"_(?=[^.]*$)")  # in the last part of a name
 
 
-def _unnumbered(module: str) -> str:
-    """Return a module's name without the numbers of its layer and expert."""
-    return _NUMBER.sub("", module)
+def _unnumbered(name: str) -> str:
+    """Return a tensor's name without the numbers of its layer and expert."""
+    return _NUMBER.sub("", name)
 
 
 class StoredWeights:
@@ -54,24 +56,28 @@ class StoredWeights:
 
     def check_complete(self, model: Model) -> None:
         """Raise ReshardError if tensors are missing that a model has by the mapping table, or by transformers' class:
-        engines' loaders would leave their layers, or the parts of single experts, as they are.
+        engines' loaders would leave their layers, or parts of what they join, as they are.
 
-        By the class only those are, of which other layers or experts have the like: engines' loaders know other names
-        of whole checkpoints than the installed transformers saves.
+        Where a checkpoint has tensors that the class does not know, only those are by the class of which other layers
+        or experts have the like: engines' loaders know other names of whole checkpoints than the installed
+        transformers saves.
         """
-        # Quantized checkpoints have other tensors in place of a module's weight.
-        modules = {name.rpartition(".")[0] for name in self.weights.tensors}
-        packed = expand(model).packed
+        stored, packed = self.weights.tensors, expand(model).packed
+        rows = [(row, name, tensor_of(packed.get(name, name))) for row, name in published_tensors(model)]
+        known = {name for _, *names in rows for name in names}
+        # Quantized checkpoints have tensors of other names in place of a module's weight, beside those of scales.
+        others = stored.keys() - known
+        coded = [name for name in others if not _BESIDE_CODES.search(name)]
+        replaced = {name[: at.start()] for name in coded for at in _UNDERSCORE.finditer(name)}
+        replaced |= {name.rpartition(".")[0] + ".weight" for name in coded}
         lacking = [
             name
-            for row, name in published_tensors(model)
-            if not row.optional
-            and name.rpartition(".")[0] not in modules
-            and tensor_of(packed.get(name, "")) not in self.weights.tensors
+            for row, name, tensor in rows
+            if not row.optional and not {name, tensor} & (stored.keys() | replaced)
         ]
-        if not model.family.has_megatron_names:
-            like = {_unnumbered(module) for module in modules}
-            lacking = [name for name in lacking if _unnumbered(name.rpartition(".")[0]) in like]
+        if not model.family.has_megatron_names and others:
+            like = {_unnumbered(name) for name in stored.keys() | replaced}
+            lacking = [name for name in lacking if _unnumbered(name) in like]
         if lacking:
             raise ReshardError(f"{self.name} lacks {len(lacking)} of the model's tensors: {listed(lacking)}")
 
