@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from reshard.comm.team import Team
-from reshard.core.dtypes import DTYPES, Dtype, dtype_named
+from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
 from reshard.live.collective import run_on_first
 from reshard.live.inventory import WriteAssignment, assign_writers, assigned_numbers, dtype_of_names
@@ -33,10 +31,6 @@ class LocalDrafter(LocalBoxes):
         assert declared is not None
         self._shapes = {DRAFTER + name: shape for name, (shape, _) in declared.tensors.items()}
         self.find_regions()
-
-    def _dtype_of(self, tensor: torch.Tensor) -> Dtype:
-        held = dtype_named(tensor.dtype)  # which tokens it has are whole numbers
-        return super()._dtype_of(tensor) if held.floating else held
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class LocalBoxes:
         self.padding: list[tuple[Region, Rows]] = []
         self._held: list[LocalTensor] = []
         self._less_1: frozenset[str] = frozenset()
+        self._fp32: frozenset[str] = frozenset()  # never cast down
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtype: str | None = None
 
@@ -58,25 +59,28 @@ class LocalBoxes:
             mapping = with_tower_shapes(mapping, model)
         self._shapes = dict(mapping.shapes)
         self._less_1 = mapping.less_1 if self.holds_less_1 else frozenset()
+        self._fp32 = mapping.fp32
         self.find_regions()
 
     def find_regions(self) -> None:
         """Find the boxes where they lie now: a trainer may have moved them."""
         self.boxes, self.padding = [], []
         for tensor, region in zip(self._held, self.trainer.memory, strict=True):
-            dtype = self._dtype_of(region.tensor)
             for part in tensor.parts:
+                dtype = self._dtype_of(region.tensor, part.name)
                 rows, held = Rows.of(part.local_box), dtype.held(part.name in self._less_1)
                 box = _in_all_dims(part.box, self._shapes.get(part.name, ()))
                 live = LiveBox(part.name, box, region, rows, held)
                 self.boxes.extend([live] if self._table is None else self._table.boxes(live))
             self.padding += [(region, Rows.of(box)) for box in tensor.fills]
 
-    def _dtype_of(self, tensor: torch.Tensor) -> Dtype:
-        """Return the dtype in which a tensor of this rank's memory is published: whole numbers in their own."""
-        if self._dtype and tensor.dtype.is_floating_point:
-            return DTYPES[self._dtype]
-        return dtype_named(str(tensor.dtype))
+    def _dtype_of(self, tensor: torch.Tensor, name: str) -> Dtype:
+        """Return the dtype in which a tensor of this rank's memory is published by a name: in its own if it has whole
+        numbers, or is never cast down."""
+        own = dtype_named(str(tensor.dtype))
+        target = DTYPES[self._dtype] if self._dtype else own
+        is_kept = not own.floating or (name in self._fp32 and target.size < own.size)
+        return own if is_kept else target
 
     def names_by_dtype(self) -> dict[str, list[str]]:
         """Return the names of this rank's tensors, by dtype."""

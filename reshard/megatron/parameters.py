@@ -106,7 +106,7 @@ def expand(
         copies,
         frozenset(expansion.ignored),
         frozenset(expansion.optional),
-        frozenset(expansion.fp32),
+        frozenset(expansion.fp32) | model.family.kept_in_fp32,
         frozenset(expansion.less_1),
         expansion.packed,
         model_class,

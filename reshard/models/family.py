@@ -164,6 +164,9 @@ class Family:
     packed_codes: tuple[tuple[str, str], ...] = ()
     experts_apart = True
     has_megatron_names = True  # False for one that is no table, and knows of Megatron nothing
+    kept_in_fp32: frozenset[str] = (
+        frozenset()
+    )  # canonical tensors that are never cast down, beside rows marked so
     # Of such a one, why the table that covers its architecture does not take its config.
     refused_by_table = ""
     wrapped_in = ("", "")

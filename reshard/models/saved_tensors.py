@@ -8,7 +8,7 @@ parameters, or rows of several that are joined, and a view says which box of whi
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -53,13 +53,15 @@ class SavedTensor(NamedTuple):
     """A tensor of a checkpoint, or a view of one (`reshard.core.views`): its shape, and its `parts`. One that is joined
     of several has whole rows of parameters with as many dims. A single number, which checkpoints have without dims
     (`is_single`), has the shape of a vector of one. Of one that the class has in whole numbers, `whole_dtype` is the
-    name of their dtype; it is empty for a weight. `is_linear` is True for the weight of a linear layer."""
+    name of their dtype; it is empty for a weight. `is_linear` is True for the weight of a linear layer, and
+    `keeps_fp32` for what the class has in fp32 where all else is in bf16."""
 
     shape: tuple[int, ...]
     parts: tuple[SavedPart, ...]
     is_single: bool = False
     whole_dtype: str = ""
     is_linear: bool = False
+    keeps_fp32: bool = False
 
     @property
     def parameter(self) -> str:
@@ -212,6 +214,7 @@ def _tensors_of(model: Any) -> Mapping[str, SavedTensor]:
     linear = {
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
     }
+    wide = _kept_in_fp32(model)
     tensors: dict[str, SavedTensor] = {}
     for name, tensor in saved.items():
         parts = _parts(saving.runs(tensor), parameters)
@@ -223,8 +226,17 @@ def _tensors_of(model: Any) -> Mapping[str, SavedTensor]:
         whole_dtype = "" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
         shape = tuple(tensor.shape)
         is_linear = len(parts) == 1 and parts[0].parameter in linear
-        tensors |= _apart(name, SavedTensor(shape or (1,), parts, not shape, whole_dtype, is_linear))
+        in_fp32 = not whole_dtype and any(wide(part.parameter) for part in parts)
+        tensors |= _apart(name, SavedTensor(shape or (1,), parts, not shape, whole_dtype, is_linear, in_fp32))
     return tensors
+
+
+def _kept_in_fp32(model: Any) -> Callable[[str], bool]:
+    """Return what tells of a parameter's name whether the class has it in fp32 where all else is in bf16, by the
+    patterns with which it reads a checkpoint."""
+    patterns = [str(pattern).replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
+    wide = re.compile("|".join(patterns) or r"(?!)")  # which nothing matches
+    return lambda name: wide.search(name) is not None
 
 
 def _parts(

@@ -259,6 +259,7 @@ class ClassFamily(Family):
             raise ReshardError(
                 f"{where}: transformers' {self.architecture} has no weights: name the class of a model"
             )
+        self.kept_in_fp32 = frozenset(name for name, tensor in self.saved.items() if tensor.keeps_fp32)
         self.layers = _prefix_of_layers({name: prod(tensor.shape) for name, tensor in self.saved.items()})
         outer: _Rows = {}
         layers: dict[int, dict[str, tuple[int, ...]]] = {}

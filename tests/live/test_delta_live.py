@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from reshard import DeltaWriter, ReshardError, diff, hf_to_mcore
+from reshard import DeltaWriter, ReshardError, diff, digest, hf_to_mcore
 from reshard.delta import apply, save, show
 from reshard.delta.stores import LocalStore
 from reshard.live.begun_save import BegunSave
@@ -118,6 +118,38 @@ def test_a_chain_has_versions_of_one_model_by_their_configs(name, changes, tmp_p
     writer.close()
     apply(base, chain, tmp_path / "out")
     assert not diff(tmp_path / "out", base).equal
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize("rope", [None, DYNAMIC], ids=["by the table", "by the class alone"])
+def test_what_a_model_keeps_in_fp32_is_in_fp32_in_a_chain_in_bf16(rope, tmp_path):
+    """As a router's bias, also where the table refuses the config, and with it where no cast is asked for."""
+    base, chain, bias = (
+        make(tmp_path / "base", "glm4-moe", torch.bfloat16),
+        tmp_path / "chain",
+        "e_score_corr",
+    )
+    weights = load_file(base / "model.safetensors")
+    biases = [name for name in weights if bias in name]
+    weights |= {name: torch.rand(weights[name].shape) for name in biases}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    if rope:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    writer = DeltaWriter(FsdpModel(model), base, chain, dtype="bf16", base=base)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if bias in name:
+            tensor.data += 0.1
+    writer.save()
+    writer.close()
+    apply(base, chain, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert biases and all(torch.equal(written[name], weights[name] + 0.1) for name in biases)
+    assert {str(tensor.dtype) for name, tensor in written.items() if name not in biases} == {"torch.bfloat16"}
+    assert digest(tmp_path / "out", dtype="bf16").text.startswith("bf16+fp32:")
 
 
 def check_back(outcome: dict, expected: dict[int, dict]) -> None:
