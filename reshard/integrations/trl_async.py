@@ -59,6 +59,9 @@ class Transfer:
         self.server = vllm_client
 
     def init_weight_transfer(self) -> None:
+        """Do nothing: the server is met at the first sync, where all ranks hear why if it cannot be."""
+
+    def meet(self) -> None:
         """Wait for the server. Raises ReshardError unless it takes weights from reshard."""
         self.server.wait_for_server_ready()
         trl.check_server(self.server.server_url, self.server.get_server_info())
@@ -80,6 +83,7 @@ def _sync_weight(trainer: Any, trls_sync: Callable[..., Any], began: float) -> t
     if "_reshard_sync" not in vars(trainer):
         model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
         trl.check_covered(trl.left_to_trl(model, accelerator, DistributedBackend(accelerator)))
+        on_first_rank(lambda: trainer.weight_transfer.meet())
         trainer._reshard_sync = trl.ServerSync(model, trainer.args.vllm_server_base_url, get_open_port)
     trainer._reshard_sync.run()
     if trainer.accelerator.is_main_process:
