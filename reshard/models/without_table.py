@@ -299,6 +299,11 @@ class ClassFamily(Family):
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         return self.kinds
 
+    @property
+    def taking_adapters(self) -> frozenset[str]:
+        """The canonical tensors to which a LoRA's B times A is added as it is."""
+        return frozenset(name for name, tensor in self.saved.items() if tensor.takes_adapter)
+
     def name_in_memory(self, published: str) -> str:
         """Return the parameter that a published tensor is; the same name for a part of one, and for anything else."""
         saved = self.saved.get(published)

@@ -20,6 +20,7 @@ from reshard.lora.names import A, B, parse_key, peft_name
 from reshard.lora.scale import Scale
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
+from reshard.models.without_table import ClassFamily
 from reshard.refit.lora.scales import encode_scales
 from reshard.trainers.fsdp_shards import (
     FUSED,
@@ -145,7 +146,8 @@ class FsdpAdapter(FsdpShards):
 
     def _place(self, model: Model) -> list[PlacedMatrix]:
         shapes, published_names = expand(model).shapes, model.names_in_memory()
-        joined: frozenset[str] = getattr(model.family, "joined", frozenset())
+        if isinstance(model.family, ClassFamily):
+            shapes = {name: shapes[name] for name in model.family.taking_adapters}
         alphas = {
             without_peft(name): alpha
             for name, module in self.model.named_modules()
@@ -166,7 +168,7 @@ class FsdpAdapter(FsdpShards):
                 continue
             module, matrix = _matrix_of(held.name)
             weight = published_names.get(f"{module}.weight", f"{module}.weight")
-            shape = () if weight in joined else shapes.get(weight, ())
+            shape = shapes.get(weight, ())
             rank, *size = held.shape if matrix == A else held.shape[::-1]
             if len(shape) != 2 or not matrix or size != [shape[matrix == A]]:
                 unknown.append(held.name)

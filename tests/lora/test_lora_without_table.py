@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from reshard import ReshardError, diff, digest, lora_merge, lora_to_megatron, lora_to_peft
+from reshard.models.without_table import any_model
+from reshard.storage.sources.base import read_config
+from reshard.trainers.fsdp_lora import FsdpAdapter
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.adapted import adapted
 from tests.tools.model_classes import make
@@ -192,3 +195,5 @@ def test_an_adapter_of_a_matrix_that_the_model_has_transposed_is_refused(says, t
     with pytest.raises(ReshardError, match="not A or B of a linear layer of gpt2: .*attn.c_proj"):
         lora_merge(base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ReshardError, match="no linear layer that gpt2 has by itself: .*attn.c_proj"):
+        FsdpAdapter(peft).publish(any_model(read_config(base / "config.json")))

@@ -160,7 +160,7 @@ class PeftSource(AdapterSource):
 
     def _layers(self) -> Iterator[LinearLayer]:
         if isinstance(self.model.family, ClassFamily):
-            taking = {name for name, tensor in self.model.family.saved.items() if tensor.takes_adapter}
+            taking = self.model.family.taking_adapters
             yield from published_layers({n: s for n, s in self.base.shapes.items() if n in taking})
             return
         yield from linear_layers(self.base)
