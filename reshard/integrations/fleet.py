@@ -30,7 +30,7 @@ import torch.distributed as dist
 from reshard.comm.background import in_background
 from reshard.comm.door import Door, held_door
 from reshard.comm.hosts import address_of, has_port, parsed
-from reshard.comm.ranks import on_first_rank
+from reshard.comm.ranks import is_first_rank, on_first_rank
 from reshard.comm.registry import Registry
 from reshard.core.errors import OptionError, ReshardError, first_line, listed
 from reshard.core.limits import check_number, check_seconds, check_switch
@@ -130,7 +130,7 @@ class Fleet:
         self.origin = on_first_rank(_new_origin)  # of all that this sends, with numbers that go up
         ConnectOptions(**options, origin=self.origin).checked()
         self.options = options
-        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self.is_first = is_first_rank()
         self.version: int | None = None
         # The highest version that was sent or begun, or that engines served before: no other weights get its number.
         self._last = -1 if version is None else version

@@ -69,8 +69,7 @@ def server_sync(generation: VLLMGeneration) -> "ServerSync":
     """Return the refits of a trainer's server. Raises ReshardError where a refit does not cover it, or the trainer has
     met the server for TRL's own sync."""
     check_covered(left_to_trl(generation.model, generation.accelerator, generation._dist))
-    is_first = generation.accelerator.is_main_process
-    if on_first_rank(lambda: is_first and not isinstance(generation.vllm_client, ReshardClient)):
+    if on_first_rank(lambda: not isinstance(generation.vllm_client, ReshardClient)):
         raise ReshardError(
             "the trainer has met its server for TRL's own sync: call trl.use() before it is made"
         )

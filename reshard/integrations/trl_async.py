@@ -52,7 +52,7 @@ def use(
 
 
 class Transfer:
-    """What stands on the first rank for TRL's client of weights, in its `WeightTransferProtocol`: all ranks sync by
+    """TRL's client of weights on the first rank, by its `WeightTransferProtocol`, which sends none: all ranks sync by
     refits, which call the server themselves."""
 
     def __init__(self, vllm_client: Any, **_: Any) -> None:

@@ -18,6 +18,7 @@ from reshard.models.model import Model
 from reshard.models.towers import TAKES_TOWER
 from reshard.refit.trainer import Trainer
 from reshard.storage.io.boxes import Rows
+from reshard.storage.io.casts import stored_dtype
 
 # A box as ranks send it to one another: its offsets, then its lengths.
 HeldBoxes = list[Any]
@@ -77,10 +78,8 @@ class LocalBoxes:
     def _dtype_of(self, tensor: torch.Tensor, name: str) -> Dtype:
         """Return the dtype in which a tensor of this rank's memory is published by a name: in its own if it has whole
         numbers, or is never cast down."""
-        own = dtype_named(str(tensor.dtype))
-        target = DTYPES[self._dtype] if self._dtype else own
-        is_kept = not own.floating or (name in self._fp32 and target.size < own.size)
-        return own if is_kept else target
+        target = DTYPES[self._dtype] if self._dtype else None
+        return stored_dtype(dtype_named(str(tensor.dtype)), target, name in self._fp32)
 
     def names_by_dtype(self) -> dict[str, list[str]]:
         """Return the names of this rank's tensors, by dtype."""

@@ -3,7 +3,7 @@ fp8 blocks where the config wants them."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -33,6 +33,14 @@ _UNDERSCORE = re.compile(r"_(?=[^.]*$)")  # in the last part of a name
 def _unnumbered(name: str) -> str:
     """Return a tensor's name without the numbers of its layer and expert."""
     return _NUMBER.sub("", name)
+
+
+def _quantized_of(names: Iterable[str]) -> set[str]:
+    """Return the weights for which tensors of these names may stand that a model does not have by itself: quantized
+    checkpoints have such beside those of scales, as ``weight_packed``, ``qweight`` or ``gate_up_proj_blocks``."""
+    coded = [name for name in names if not _BESIDE_CODES.search(name)]
+    of_modules = {name.rpartition(".")[0] + ".weight" for name in coded}
+    return of_modules | {name[: at.start()] for name in coded for at in _UNDERSCORE.finditer(name)}
 
 
 class StoredWeights:
@@ -65,18 +73,11 @@ class StoredWeights:
         stored, packed = self.weights.tensors, expand(model).packed
         rows = [(row, name, tensor_of(packed.get(name, name))) for row, name in published_tensors(model)]
         known = {name for _, *names in rows for name in names}
-        # Quantized checkpoints have tensors of other names in place of a module's weight, beside those of scales.
         others = stored.keys() - known
-        coded = [name for name in others if not _BESIDE_CODES.search(name)]
-        replaced = {name[: at.start()] for name in coded for at in _UNDERSCORE.finditer(name)}
-        replaced |= {name.rpartition(".")[0] + ".weight" for name in coded}
-        lacking = [
-            name
-            for row, name, tensor in rows
-            if not row.optional and not {name, tensor} & (stored.keys() | replaced)
-        ]
+        there = stored.keys() | _quantized_of(others)
+        lacking = [name for row, name, tensor in rows if not row.optional and not {name, tensor} & there]
         if not model.family.has_megatron_names and others:
-            like = {_unnumbered(name) for name in stored.keys() | replaced}
+            like = {_unnumbered(name) for name in there}
             lacking = [name for name in lacking if _unnumbered(name) in like]
         if lacking:
             raise ReshardError(f"{self.name} lacks {len(lacking)} of the model's tensors: {listed(lacking)}")

@@ -29,6 +29,14 @@ def float_dtype(name: object) -> Dtype | None:
         raise OptionError(f"--dtype {name!s:.40} is not one of bf16, fp16, fp32") from error
 
 
+def stored_dtype(own: Dtype, target: Dtype | None, keeps_width: bool) -> Dtype:
+    """Return the dtype in which a tensor is stored where a `target` is asked for: its own if it has whole numbers, or
+    if it is never cast down (`keeps_width`) and would be."""
+    if target is None or not own.floating or (keeps_width and target.size < own.size):
+        return own
+    return target
+
+
 def overflow_notice(name: str, count: int, dtype: Dtype) -> str:
     """Return the sentence for finite numbers that a cast makes infinite."""
     numbers, are = ("number", "is") if count == 1 else ("numbers", "are")

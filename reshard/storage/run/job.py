@@ -8,6 +8,7 @@ from typing import Any
 from reshard.comm.team import Team
 from reshard.core.dtypes import Dtype
 from reshard.storage.destinations.base import Destination
+from reshard.storage.io.casts import stored_dtype
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import Strip, TensorInfo
 from reshard.storage.quantized import Quantized
@@ -114,13 +115,12 @@ def tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorIn
     """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for
     those that the family keeps in a wider one, whole numbers, and optimizer states."""
 
-    def stored_dtype(name: str, dtype: Dtype) -> Dtype:
-        keeps_precision = target is not None and name in source.mapping.fp32 and target.size < dtype.size
-        is_kept = target is None or keeps_precision or name in source.uncast or not dtype.floating
-        return dtype if is_kept or target is None else target
-
+    fp32, uncast = source.mapping.fp32, source.uncast
     return {
-        name: TensorInfo(info.shape, stored_dtype(name, info.dtype)) for name, info in source.tensors.items()
+        name: TensorInfo(
+            info.shape, info.dtype if name in uncast else stored_dtype(info.dtype, target, name in fp32)
+        )
+        for name, info in source.tensors.items()
     }
 
 
